@@ -1,0 +1,44 @@
+"""Errors that a user can act on. Each says where, what was got, what is allowed, and what to change.
+
+The command line prints them as one block and exits with code 2; anything else that escapes is a bug of ours.
+"""
+
+
+class MegatronRLError(Exception):
+    """Base of every error meant for the user."""
+
+
+class RecipeError(MegatronRLError):
+    """A recipe, or an override of it, that cannot be run."""
+
+
+class LayoutError(MegatronRLError):
+    """Degrees of parallelism that do not fit the world or the model."""
+
+
+class DataError(MegatronRLError):
+    """A data file, a row of it, or a tokenizer that cannot be used."""
+
+
+class ModelError(MegatronRLError):
+    """A Hugging Face directory that cannot become a model."""
+
+
+class ReshardError(MegatronRLError):
+    """Weights that did not arrive completely, or arrived different from what was sent."""
+
+
+class EngineError(MegatronRLError):
+    """A generation engine that did not start, stopped, or answered wrongly."""
+
+
+class RewardError(MegatronRLError):
+    """A reward that could not be computed for reasons that are not the completion's."""
+
+
+class CheckpointError(MegatronRLError):
+    """A checkpoint that cannot be written, or that does not belong to this run."""
+
+
+class TrainingError(MegatronRLError):
+    """A run that must stop: a loss or a gradient that is not finite, or a rank that failed."""

@@ -1,0 +1,54 @@
+"""What a run is: one model, one layout, a list of stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_rl.recipe.stages import RlStage, SftStage
+from megatron_rl.recipe.types import Bool, NonNegativeInt, PositiveFloat, PositiveInt, Text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    hf_path: Text                             # directory with config.json, safetensors, tokenizer
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    spec: Literal["auto", "local", "te"] = "auto"  # layer implementation; auto: te where installed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutConfig:
+    """dp follows: world / (tp * pp)."""
+
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1                      # model chunks per pipeline stage
+    sp: Bool = False                          # sequence parallel: activations sharded between tp ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    seed: NonNegativeInt = 1
+    deterministic: Bool = False
+    torch_threads: PositiveInt = 1            # CPU threads per process
+    collective_timeout_s: PositiveFloat = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    every_steps: PositiveInt                  # optimizer steps (SFT) or iterations (RL)
+    keep: PositiveInt = 2                     # newest ones that stay
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    name: Text
+    model: ModelConfig
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    stages: Annotated[
+        tuple[Annotated[SftStage | RlStage, Field(discriminator="kind")], ...], Field(min_length=1)
+    ]
+    checkpoint: CheckpointConfig | None = None

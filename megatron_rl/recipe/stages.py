@@ -1,0 +1,148 @@
+"""What one stage of a run does. Stages are tagged by `kind`; every field says its unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_rl.recipe.types import (
+    Bool,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Text,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW. `max_grad_norm` is the global L2 norm that gradients are clipped to."""
+
+    lr: PositiveFloat
+    weight_decay: NonNegativeFloat = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    eps: PositiveFloat = 1e-8
+    max_grad_norm: PositiveFloat = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Learning rate over the optimizer steps of the stage: linear warm-up, then `kind` down to `min_lr`."""
+
+    kind: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    min_lr: NonNegativeFloat = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SftStage:
+    """Supervised fine-tuning on conversations; loss on assistant tokens, mean over the global batch's tokens."""
+
+    kind: Literal["sft"]
+    data: Text                                # JSONL, JSON or parquet with `messages`
+    steps: PositiveInt                        # optimizer steps
+    global_batch_size: PositiveInt            # samples per optimizer step
+    tokens_per_microbatch: PositiveInt        # packed tokens per forward on one dp rank
+    max_sample_tokens: PositiveInt = 4096     # longer samples are dropped and counted
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig:
+    """How the engine samples in training rollouts."""
+
+    temperature: PositiveFloat = 1.0
+    top_p: Probability = 1.0
+    top_k: int = -1                           # -1: no limit
+    max_response_tokens: PositiveInt
+    max_prompt_tokens: PositiveInt = 1024     # longer prompts are dropped and counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    """Advantage, surrogate and how tokens are averaged."""
+
+    surrogate: Literal["gppo", "clip_higher", "grpo"] = "gppo"
+    clip_low: Fraction = 0.2                  # ratio is clipped below 1 - clip_low
+    clip_high: NonNegativeFloat = 0.28        # and above 1 + clip_high; `grpo` uses clip_low on both sides
+    dual_clip: PositiveFloat | None = None    # ratio bound for negative advantages, > 1
+    beta_low: NonNegativeFloat = 1.0          # gppo: scale of the low clipped branch
+    beta_high: NonNegativeFloat = 1.0         # gppo: scale of the high clipped branch
+    advantage: Literal["group_std", "group_mean"] = "group_std"
+    aggregate: Literal["token_mean", "sequence_mean"] = "token_mean"
+    sft_on_positives: NonNegativeFloat = 0.0  # weight of the NLL on correct rollouts
+    drop_zero_advantage: Bool = True          # groups whose rollouts all got the same task verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurriculumWindow:
+    """For `iterations` iterations draw only prompts with difficulty in [low, high]."""
+
+    iterations: PositiveInt
+    difficulty: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraderConfig:
+    """The process pool that grades answers."""
+
+    workers: PositiveInt = 1
+    timeout_s: PositiveFloat = 5.0            # per answer; the worker is killed beyond it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Generation engines, each in its own processes. Ports are free ones unless `port` is given."""
+
+    kind: Literal["vllm"] = "vllm"
+    tp: PositiveInt = 1                       # tensor-parallel workers of one engine
+    replicas: PositiveInt = 1                 # engines
+    port: NonNegativeInt = 0                  # base port of weight transfer; 0: any free one
+    max_concurrent: PositiveInt = 256         # sequences decoded at once by one engine
+    kv_cache_gib: PositiveInt = 1             # CPU: size of the KV cache
+    gpu_memory_fraction: Probability = 0.85   # GPU: share of memory that the engine may take
+    start_timeout_s: PositiveFloat = 300.0
+    request_timeout_s: PositiveFloat = 600.0
+    parity_bound: PositiveFloat | None = None  # largest allowed log-prob gap; none: 1e-4 fp32, 0.2 bf16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """avg@k on held-out prompts, by the same engine and reward code as training."""
+
+    every: PositiveInt                        # iterations; also before the first and after the last
+    sets: dict[str, Text]                     # name: prompt file
+    samples: PositiveInt = 1                  # k
+    temperature: PositiveFloat = 1.0
+    top_p: Probability = 1.0
+    max_prompts: PositiveInt | None = None    # the first so many of each set
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RlStage:
+    """Reinforcement learning with verifiable rewards."""
+
+    kind: Literal["rl"]
+    prompts: Text                             # JSONL, JSON or parquet of prompts
+    rewards: dict[str, float]                 # reward name: weight
+    iterations: PositiveInt                   # rounds of generate, grade, train, transfer
+    prompts_per_iteration: PositiveInt
+    group_size: PositiveInt                   # rollouts per prompt
+    updates_per_rollout: PositiveInt = 1      # optimizer steps per iteration
+    tokens_per_microbatch: PositiveInt = 8192
+    sampling: SamplingConfig
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    curriculum: tuple[CurriculumWindow, ...] = ()  # empty: all prompts, always
+    grader: GraderConfig = field(default_factory=GraderConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    eval: EvalConfig | None = None
+
+
+Stage = SftStage | RlStage

@@ -1,0 +1,36 @@
+"""What a reward is: a pure function of the prompt's gold and the response text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_rl.data.types import Finish, Verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardInput:
+    """One response to grade. `text` is the response alone, special tokens kept."""
+
+    answer: Any
+    text: str
+    finish: Finish = Finish.STOP
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grade:
+    """`score` is 0 to 1. `verdict` is None for shaping rewards that judge no answer (format)."""
+
+    score: float
+    verdict: Verdict | None = None
+    reason: str = ""
+    seconds: float = 0.0
+
+
+class Reward(Protocol):
+    def grade(self, inputs: Sequence[RewardInput]) -> list[Grade]:
+        """One grade per input, in order. Never raises for what a response contains."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,43 @@
+"""What the trainer asks of a generation engine. Implementations: `rollout.vllm_engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_rl.data.types import Completion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateRequest:
+    """One sample to draw. Same request, same weights: same tokens, on any replica and engine layout."""
+
+    prompt_token_ids: Sequence[int]
+    seed: int
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: Sequence[int] = ()
+
+
+class RolloutEngine(Protocol):
+    """One or more engine processes behind one door. Only the driving trainer rank holds one."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version that every replica confirmed after the last finished transfer; -1 before the first."""
+        ...
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Completions in the order of `requests`. Raises EngineError if a replica dies, hangs or is stale."""
+        ...
+
+    def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        """Log-probabilities of `token_ids[1:]` given what stands before each, one engine's own; [L - 1]."""
+        ...
+
+    def close(self) -> None:
+        """Stop every process of every replica; safe to call twice."""
+        ...
