@@ -61,6 +61,13 @@ class Verdict(enum.Enum):
     TIMEOUT = "timeout"
     ERROR = "error"
 
+    def is_correct(self) -> bool:
+        return self is Verdict.CORRECT
+
+    def is_usable(self) -> bool:
+        """False where the verdict says nothing about the completion: such a rollout must not be trained on."""
+        return self not in (Verdict.BAD_GOLD, Verdict.ERROR)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardResult:

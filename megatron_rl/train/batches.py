@@ -1,0 +1,60 @@
+"""From samples that every rank knows to the micro-batches of this rank. Pure but for the layout it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_rl.data.balance import microbatch_plan
+from megatron_rl.data.pack import pack_microbatch
+from megatron_rl.data.types import PackedBatch, RolloutGroup, TrainSample
+from megatron_rl.parallel.layout import ParallelLayout
+
+
+def local_batches(
+    samples: Sequence[TrainSample], layout: ParallelLayout, *, dp_rank: int, tokens_per_microbatch: int
+) -> list[PackedBatch]:
+    """Micro-batches of `dp_rank`: balanced by tokens, equally many on every rank (zero-weight ones fill up)."""
+    pad_multiple = layout.tp if layout.sp else 1
+    plan = microbatch_plan(
+        samples,
+        dp=layout.dp,
+        tokens_per_microbatch=tokens_per_microbatch,
+        pad_multiple=pad_multiple,
+        # an interleaved pipeline runs micro-batches in rounds of pp
+        multiple_of=layout.pp if layout.vpp > 1 else 1,
+    )
+    return [pack_microbatch(samples, indices, pad_multiple=pad_multiple) for indices in plan[dp_rank]]
+
+
+def split_updates(groups: Sequence[RolloutGroup], *, groups_per_update: int) -> list[list[RolloutGroup]]:
+    """Groups of each optimizer step: at most `groups_per_update`, as even as possible, in order.
+
+    Example: 10 groups with 4 per update -> steps of 4, 3 and 3. No groups, no steps.
+    """
+    count = -(-len(groups) // groups_per_update)
+    base, extra = divmod(len(groups), count) if count else (0, 0)
+    updates, start = [], 0
+    for index in range(count):
+        size = base + (index < extra)
+        updates.append(list(groups[start : start + size]))
+        start += size
+    return updates
+
+
+def rollout_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]) -> list[TrainSample]:
+    """One sample per rollout; loss on the response alone. `advantages` follow the rollouts of each group."""
+    samples = []
+    for group, group_advantages in zip(groups, advantages, strict=True):
+        for rollout, advantage in zip(group.rollouts, group_advantages, strict=True):
+            prompt_length, completion = len(rollout.prompt_token_ids), rollout.completion
+            samples.append(
+                TrainSample(
+                    token_ids=[*rollout.prompt_token_ids, *completion.token_ids],
+                    loss_mask=[False] * prompt_length + [True] * len(completion.token_ids),
+                    rollout_logprobs=[0.0] * prompt_length + list(completion.logprobs),
+                    advantage=advantage,
+                    is_positive=rollout.reward.verdict.is_correct(),
+                    sample_id=f"{group.prompt.id}/{rollout.sample_index}",
+                )
+            )
+    return samples

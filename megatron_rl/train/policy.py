@@ -1,0 +1,184 @@
+"""The one owner of a model: forward, backward, log-probs and optimizer steps on megatron-core's schedules.
+
+The arithmetic of the loss is owned here and nowhere else: a loss is a plain sum over its micro-batch divided by
+one global normaliser that the caller counted beforehand; gradients are summed over micro-batches and dp ranks.
+No other factor exists (`calculate_per_token_loss` turns megatron-core's own ones off).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_rl.algo.losses import LossOutput
+from megatron_rl.algo.metric import Metric
+from megatron_rl.data.types import PackedBatch
+from megatron_rl.model.build import PolicyGPTModel, build_model, packed_seq_params
+from megatron_rl.model.hf_io import load_hf, save_hf
+from megatron_rl.model.hf_tables import padded_vocab
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.parallel.collectives import all_gather_object
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.platform import device as platform
+from megatron_rl.recipe.schema import ModelConfig
+from megatron_rl.recipe.stages import OptimizerConfig, ScheduleConfig
+from megatron_rl.train.optimizer import StageOptimizer, StepStats
+from megatron_rl_kernels.linear_logprob import linear_logprob
+
+# (log-prob [T], entropy [T], batch) -> loss and metrics; T tokens of one micro-batch
+LossFunction = Callable[[Tensor, Tensor, PackedBatch], LossOutput]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Policy:
+    """Model chunks of this rank, wrapped for data parallelism, and the optimizer of the current stage."""
+
+    def __init__(self, config: ModelConfig, spec: ModelSpec, layout: ParallelLayout, *, rank: int) -> None:
+        self.spec, self.layout = spec, layout
+        self.tp_rank, self.dp_rank, self.pp_rank = layout.coord(rank)
+        self.dtype = DTYPES[config.dtype]
+        self._device = platform.device()
+        self.chunks: list[PolicyGPTModel] = build_model(spec, layout, dtype=self.dtype, spec_kind=config.spec)
+        load_hf(self.chunks, spec, layout, hf_path=config.hf_path, tp_rank=self.tp_rank, pp_rank=self.pp_rank)
+        self._ddp_chunks = [self._wrap(chunk.to(self._device)) for chunk in self.chunks]
+        self._model_config = self.chunks[0].config
+        self._model_config.finalize_model_grads_func = _finalize_without_scaling
+        self._optimizer: StageOptimizer | None = None
+
+    def _wrap(self, chunk: PolicyGPTModel) -> DistributedDataParallel:
+        module = Float16Module(chunk.config, chunk) if self.dtype is torch.bfloat16 else chunk
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        )
+        return DistributedDataParallel(chunk.config, ddp_config, module)
+
+    def start_stage(self, optimizer: OptimizerConfig, schedule: ScheduleConfig, *, total_steps: int) -> None:
+        """A fresh optimizer for a stage; moments of the stage before are not carried over."""
+        self._optimizer = StageOptimizer(
+            self._ddp_chunks, dtype=self.dtype, config=optimizer, schedule=schedule, total_steps=total_steps
+        )
+
+    @property
+    def optimizer(self) -> StageOptimizer:
+        assert self._optimizer is not None, "start_stage comes first"
+        return self._optimizer
+
+    def named_params(self) -> list[dict[str, Tensor]]:
+        """Parameters of each model chunk by megatron-core name; live tensors, not copies."""
+        return [{name: param.data for name, param in chunk.named_parameters()} for chunk in self.chunks]
+
+    def forward_backward(
+        self, batches: Sequence[PackedBatch], loss_fn: LossFunction, *, temperature: float = 1.0
+    ) -> list[list[Metric]]:
+        """Accumulate gradients of all micro-batches of this dp rank; every dp rank passes equally many.
+
+        `loss_fn` returns a sum already divided by the global normaliser. Returns the metrics of every micro-batch
+        of every dp rank, the same list on every rank.
+        """
+        for chunk in self._ddp_chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.inner.zero_grad()
+        outputs = self._run_schedule(batches, partial(self._loss, loss_fn, temperature), forward_only=False)
+        # only tp rank 0 of the last stage reports: the others hold copies or nothing
+        mine = outputs if self.tp_rank == 0 else []
+        host = [[metric.to_host() for metric in metrics] for metrics in mine]
+        return [metrics for rank in all_gather_object(host) for metrics in rank]
+
+    def optimizer_step(self) -> StepStats:
+        """Clip, check, update. See StageOptimizer.step."""
+        return self.optimizer.step()
+
+    @torch.no_grad()
+    def logprobs(self, batches: Sequence[PackedBatch], *, temperature: float = 1.0) -> list[Tensor]:
+        """Log-prob [T] float32 of every label of every micro-batch, on every pipeline rank; no gradient.
+
+        Positions that are not trained on hold a value too; callers mask.
+        """
+        outputs = self._run_schedule(batches, partial(self._collect, temperature), forward_only=True)
+        if self.layout.pp > 1:
+            flat = torch.cat(outputs) if outputs else torch.empty(
+                sum(batch.num_tokens for batch in batches), dtype=torch.float32, device=self._device
+            )
+            torch.distributed.broadcast(
+                flat,
+                src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+            outputs = list(flat.split([batch.num_tokens for batch in batches]))
+        return outputs
+
+    def save_hf(self, out_dir: str, *, hf_source: str) -> None:
+        """Write the weights as a Hugging Face directory; collective over all ranks."""
+        save_hf(self.chunks, self.spec, self.layout, hf_source=hf_source, out_dir=out_dir, dtype=self.dtype)
+
+    def _run_schedule(self, batches: Sequence[PackedBatch], loss: Callable[..., Any], *, forward_only: bool) -> list:
+        batches = [batch.to(self._device) for batch in batches]
+        iterators: list[Iterator[PackedBatch]] = [iter(batches) for _ in self._ddp_chunks]
+        single = len(self._ddp_chunks) == 1
+        for chunk in self._ddp_chunks:
+            chunk.train(not forward_only)
+        return get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, loss),
+            data_iterator=iterators[0] if single else iterators,
+            model=self._ddp_chunks[0] if single else self._ddp_chunks,
+            num_microbatches=len(batches),
+            seq_length=max(batch.num_tokens for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _token_logprobs(self, hidden: Tensor, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Last-stage hidden states [T / tp if sp else T, 1, H] -> log-prob and entropy [T] float32."""
+        if self.layout.sp:
+            # its backward reduce-scatters, which sums the partial gradients of the vocabulary shards
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        vocab_rows = padded_vocab(self.spec.vocab_size, self.layout.tp) // self.layout.tp
+        result = linear_logprob(
+            hidden.squeeze(1),
+            self.chunks[-1].head_weight(),
+            batch.labels,
+            temperature=temperature,
+            vocab_start=self.tp_rank * vocab_rows,
+            valid_vocab=self.spec.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
+            reduce_grad_hidden=self.layout.tp > 1 and not self.layout.sp,
+        )
+        return result.logprob, result.entropy
+
+    def _loss(
+        self, loss_fn: LossFunction, temperature: float, batch: PackedBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, list[Metric]]:
+        logprob, entropy = self._token_logprobs(hidden, batch, temperature)
+        output = loss_fn(logprob, entropy, batch)
+        # the token count is megatron-core's own normaliser, which is off here: any number does
+        return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), list(output.metrics)
+
+    def _collect(self, temperature: float, batch: PackedBatch, hidden: Tensor, *, non_loss_data: bool) -> Tensor:
+        return self._token_logprobs(hidden, batch, temperature)[0]
+
+
+def _forward_step(loss: Callable[..., Any], batches: Iterator[PackedBatch], model: torch.nn.Module) -> tuple:
+    batch = next(batches)
+    hidden = model(
+        batch.input_ids[None],
+        batch.position_ids[None],
+        None,
+        packed_seq_params=packed_seq_params(batch),
+    )
+    return hidden, partial(loss, batch)
+
+
+def _finalize_without_scaling(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
+    """Sum gradients over dp, sequence-parallel norms and tied embeddings; the normaliser is in the loss already."""
+    finalize_model_grads(model, None, **groups)
