@@ -1,0 +1,55 @@
+"""What each engine worker reads: intervals of Hugging Face tensors, the target side of the reshard plan.
+
+The source side is `model.hf_tables.source_pieces`; both speak HF coordinates, so fused, interleaved and padded
+layouts are only interval lists. Rules as of vLLM 0.32: its loaders narrow every tensor by the worker's rank, kv
+heads are replicated when there are fewer than workers, vocabulary rows are padded before they are split.
+"""
+
+from __future__ import annotations
+
+from megatron_rl.errors import LayoutError
+from megatron_rl.model.hf_tables import EMBEDDING, HEAD, hf_tensors
+from megatron_rl.model.spec import ModelSpec
+
+ENGINE_VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this, whatever its tensor parallelism
+
+Need = tuple[int | None, int, int]  # (dim, start, length); dim None: the whole tensor, start and length 0
+
+
+def check_target(spec: ModelSpec, *, tp: int) -> None:
+    """Raises LayoutError when an engine of `tp` workers cannot hold the model."""
+    padded = -(-spec.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
+    for name, size in (("attention heads", spec.num_heads), ("ffn columns", spec.ffn_size), ("padded vocabulary rows", padded)):
+        if size % tp:
+            raise LayoutError(f"engine.tp: got {tp}, which does not divide the model's {size} {name}; lower engine.tp")
+    kv = spec.num_kv_heads
+    if kv % tp and tp % kv:
+        raise LayoutError(
+            f"engine.tp: got {tp} with {kv} kv heads; engine.tp must divide them or be a multiple of them"
+        )
+
+
+def target_needs(spec: ModelSpec, *, tp: int, rank: int) -> dict[str, Need]:
+    """The interval of every HF tensor that engine worker `rank` of `tp` reads, in checkpoint order.
+
+    A length of 0 with a dim: the worker's share of the vocabulary is all padding.
+    """
+    check_target(spec, tp=tp)
+    return {name: _need(spec, name, shape, tp=tp, rank=rank) for name, shape in hf_tensors(spec).items()}
+
+
+def _need(spec: ModelSpec, name: str, shape: tuple[int, ...], *, tp: int, rank: int) -> Need:
+    if name in (EMBEDDING, HEAD):
+        rows = -(-spec.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE // tp
+        start = min(spec.vocab_size, rank * rows)
+        return 0, start, min(spec.vocab_size, start + rows) - start
+    module = name.rsplit(".", 2)[-2]
+    if module in ("k_proj", "v_proj") and spec.num_kv_heads < tp:
+        return 0, rank // (tp // spec.num_kv_heads) * spec.head_dim, spec.head_dim
+    if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+        rows = shape[0] // tp
+        return 0, rank * rows, rows
+    if module in ("o_proj", "down_proj"):
+        columns = shape[1] // tp
+        return 1, rank * columns, columns
+    return None, 0, 0  # norms are replicated

@@ -1,0 +1,143 @@
+"""Plans of known models: sizes, balance, and every way in which a plan can be refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl.errors import LayoutError, ReshardError
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.reshard.execute import check_seal, pack, unpack
+from megatron_rl.reshard.plan import check_exact, plan_from_inputs, plan_reshard
+from megatron_rl.reshard.tables import target_needs
+
+QWEN3_8B = ModelSpec(
+    family="qwen3", num_layers=36, hidden_size=4096, ffn_size=12288, num_heads=32, num_kv_heads=8, head_dim=128,
+    vocab_size=151936, max_positions=40960, rope_theta=1e6, norm_eps=1e-6, tied=False, qkv_bias=False, qk_norm=True,
+)
+TINY = ModelSpec(
+    family="qwen2", num_layers=2, hidden_size=8, ffn_size=16, num_heads=4, num_kv_heads=1, head_dim=4,
+    vocab_size=100, max_positions=64, rope_theta=1e4, norm_eps=1e-6, tied=True, qkv_bias=True, qk_norm=False,
+)
+QKV = "model.layers.0.self_attn.{}_proj.weight"
+
+
+def test_qwen3_8b_moves_the_minimum_and_loads_senders_evenly():
+    plan = plan_reshard(QWEN3_8B, ParallelLayout(tp=4, pp=2), target_tp=2, replicas=4, element_bytes=2)
+    facts = plan.summary()
+    assert facts["model_bytes"] == 16_381_470_720
+    # each engine receives the model once, and every worker but the first its own copy of the norms
+    norms = (36 * 2 + 1) * 4096 * 2 + 36 * 2 * 128 * 2
+    assert plan.bytes_moved() == 4 * (facts["model_bytes"] + norms)
+    assert facts["send_imbalance"] < 1.05
+    assert "busiest sender / mean 1.0" in plan.explain()
+
+
+def test_a_single_kv_head_is_replicated_on_every_worker():
+    needs = [target_needs(TINY, tp=4, rank=rank)[QKV.format("k")] for rank in range(4)]
+    assert needs == [(0, 0, 4)] * 4
+
+
+def test_two_kv_heads_on_four_workers_go_to_pairs():
+    spec = replace(TINY, num_kv_heads=2)
+    assert [target_needs(spec, tp=4, rank=rank)[QKV.format("v")][1] for rank in range(4)] == [0, 0, 4, 4]
+
+
+def test_vocabulary_is_split_after_padding():
+    rows = [target_needs(TINY, tp=4, rank=rank)["model.embed_tokens.weight"] for rank in range(4)]
+    assert rows == [(0, 0, 32), (0, 32, 32), (0, 64, 32), (0, 96, 4)]
+
+
+def test_a_worker_with_only_padding_receives_no_rows():
+    spec = replace(TINY, vocab_size=30)
+    plan = plan_reshard(spec, ParallelLayout(), target_tp=2, replicas=1, element_bytes=4)
+    assert target_needs(spec, tp=2, rank=1)["model.embed_tokens.weight"] == (0, 30, 0)
+    assert all(t.hf_name != "model.embed_tokens.weight" for t in plan.recvs(1))
+
+
+def test_tied_copies_share_the_load_of_the_embedding():
+    plan = plan_reshard(TINY, ParallelLayout(pp=2), target_tp=1, replicas=2, element_bytes=4)
+    senders = {t.source for t in plan.transfers if t.hf_name == "model.embed_tokens.weight"}
+    assert senders == {0, 1}
+
+
+def test_data_parallel_replicas_share_the_load():
+    plan = plan_reshard(TINY, ParallelLayout(dp=4), target_tp=1, replicas=1, element_bytes=4)
+    sent = plan.summary()["sent_bytes"]
+    assert min(sent.values()) > 0
+
+
+@pytest.mark.parametrize(("changes", "tp", "match"), [
+    ({}, 3, "attention heads"),
+    ({"num_heads": 6, "num_kv_heads": 3}, 2, "kv heads"),
+    ({"ffn_size": 15}, 4, "ffn columns"),
+    ({"num_heads": 12, "ffn_size": 24}, 12, "padded vocabulary rows"),
+])
+def test_an_engine_that_cannot_hold_the_model_is_refused(changes, tp, match):
+    with pytest.raises(LayoutError, match=match):
+        plan_reshard(replace(TINY, **changes), ParallelLayout(), target_tp=tp, replicas=1, element_bytes=4)
+
+
+def damaged(damage):
+    plan = plan_reshard(TINY, ParallelLayout(tp=2), target_tp=1, replicas=1, element_bytes=4)
+    name = "model.layers.1.mlp.down_proj.weight"
+    return name, plan.shapes[name], (1, 0, 16), damage([t for t in plan.transfers if t.hf_name == name])
+
+
+@pytest.mark.parametrize(("damage", "match"), [
+    (lambda cover: cover[1:], "a gap in .*layers.1.mlp.down_proj"),
+    (lambda cover: cover[:1], "ends at 8, needed up to 16"),
+    (lambda cover: cover + cover[1:], "an overlap"),
+    (lambda cover: [cover[0], replace(cover[1], bytes=4)], "bytes"),
+])
+def test_the_proof_finds_gaps_overlaps_and_wrong_sizes(damage, match):
+    name, shape, need, cover = damaged(damage)
+    with pytest.raises(ReshardError, match=match):
+        check_exact(name, shape, need, cover, 4)
+
+
+def test_a_process_with_another_plan_is_refused():
+    plan = plan_reshard(TINY, ParallelLayout(tp=2), target_tp=1, replicas=1, element_bytes=4)
+    with pytest.raises(ReshardError, match="same version"):
+        plan_from_inputs({**plan.inputs(), "element_bytes": 2}, digest=plan.digest())
+
+
+def sealed_buffer():
+    plan = plan_reshard(TINY, ParallelLayout(), target_tp=1, replicas=1, element_bytes=4)
+    transfers = [t for t in plan.transfers if "norm" in t.hf_name]
+    params = [{t.param: torch.arange(8.0) for t in transfers}]
+    return plan, transfers, params, pack(plan, transfers, params, dtype=torch.float32, version=5)
+
+
+def test_one_flipped_byte_is_found():
+    plan, _, _, buffer = sealed_buffer()
+    buffer[17] ^= 1
+    with pytest.raises(ReshardError, match="rank 0 do not match their digest"):
+        check_seal(plan, buffer, version=5, source=0)
+
+
+def test_another_version_is_found():
+    plan, _, _, buffer = sealed_buffer()
+    with pytest.raises(ReshardError, match="sent version 5, expected 6"):
+        check_seal(plan, buffer, version=6, source=0)
+
+
+def test_bytes_that_did_not_arrive_are_named_by_their_sender():
+    plan, _, _, buffer = sealed_buffer()
+    with pytest.raises(ReshardError, match="from trainer rank 0"):
+        unpack(plan, 0, {0: buffer[:-24]}, dtype=torch.float32)
+
+
+def test_a_parameter_that_is_not_there_is_named():
+    plan, transfers, params, _ = sealed_buffer()
+    del params[0]["decoder.final_layernorm.weight"]
+    with pytest.raises(ReshardError, match=r"model\.norm\.weight .* decoder\.final_layernorm\.weight"):
+        pack(plan, transfers, params, dtype=torch.float32, version=5)
+
+
+def test_a_parameter_of_the_wrong_shape_is_named():
+    plan, transfers, params, _ = sealed_buffer()
+    params[0]["decoder.final_layernorm.weight"] = torch.zeros(7)
+    with pytest.raises(ReshardError, match=r"decoder\.final_layernorm\.weight .*\[7\]"):
+        pack(plan, transfers, params, dtype=torch.float32, version=5)
