@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_rl.recipe.stages import RlStage, SftStage
-from megatron_rl.recipe.types import Bool, NonNegativeInt, PositiveFloat, PositiveInt, Text
+from megatron_rl.recipe.types import Bool, Name, NonNegativeInt, PositiveFloat, PositiveInt, Text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    name: Text
+    name: Name                                # also names the run directory
     model: ModelConfig
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -7,7 +7,10 @@ from typing import Literal
 
 from megatron_rl.recipe.types import (
     Bool,
+    Float,
     Fraction,
+    Int,
+    Key,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -58,7 +61,7 @@ class SamplingConfig:
 
     temperature: PositiveFloat = 1.0
     top_p: Probability = 1.0
-    top_k: int = -1                           # -1: no limit
+    top_k: Int = -1                           # -1: no limit
     max_response_tokens: PositiveInt
     max_prompt_tokens: PositiveInt = 1024     # longer prompts are dropped and counted
 
@@ -84,7 +87,7 @@ class CurriculumWindow:
     """For `iterations` iterations draw only prompts with difficulty in [low, high]."""
 
     iterations: PositiveInt
-    difficulty: tuple[float, float]
+    difficulty: tuple[Float, Float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +119,7 @@ class EvalConfig:
     """avg@k on held-out prompts, by the same engine and reward code as training."""
 
     every: PositiveInt                        # iterations; also before the first and after the last
-    sets: dict[str, Text]                     # name: prompt file
+    sets: dict[Key, Text]                     # name: prompt file
     samples: PositiveInt = 1                  # k
     temperature: PositiveFloat = 1.0
     top_p: Probability = 1.0
@@ -129,7 +132,7 @@ class RlStage:
 
     kind: Literal["rl"]
     prompts: Text                             # JSONL, JSON or parquet of prompts
-    rewards: dict[str, float]                 # reward name: weight
+    rewards: dict[Key, Float]                 # reward name: weight
     iterations: PositiveInt                   # rounds of generate, grade, train, transfer
     prompts_per_iteration: PositiveInt
     group_size: PositiveInt                   # rollouts per prompt

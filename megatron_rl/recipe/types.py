@@ -1,4 +1,7 @@
-"""Number types of the schema: strict (no `true` for an int, no `2.5` for an int) with their ranges."""
+"""Value types of the schema: strict (no `true` for an int, no `2.5` for an int, no text for a number), with ranges.
+
+Each description ends the sentence "got X, must be ..." of an error message.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,39 @@ from typing import Annotated
 
 from pydantic import Field
 
-PositiveInt = Annotated[int, Field(strict=True, gt=0)]
-NonNegativeInt = Annotated[int, Field(strict=True, ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-Bool = Annotated[bool, Field(strict=True)]
-Text = Annotated[str, Field(min_length=1)]
+Int = Annotated[int, Field(strict=True, description="a whole number")]
+PositiveInt = Annotated[int, Field(strict=True, gt=0, description="a whole number of at least 1")]
+NonNegativeInt = Annotated[int, Field(strict=True, ge=0, description="a whole number of at least 0")]
+Float = Annotated[float, Field(strict=True, allow_inf_nan=False, description="a number")]
+PositiveFloat = Annotated[
+    float, Field(strict=True, gt=0, allow_inf_nan=False, description="a number above 0")
+]
+NonNegativeFloat = Annotated[
+    float, Field(strict=True, ge=0, allow_inf_nan=False, description="a number of at least 0")
+]
+Fraction = Annotated[
+    float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False, description="a number from 0 to below 1")
+]
+Probability = Annotated[
+    float, Field(strict=True, gt=0, le=1, allow_inf_nan=False, description="a number above 0 and at most 1")
+]
+Bool = Annotated[bool, Field(strict=True, description="true or false")]
+Text = Annotated[str, Field(strict=True, min_length=1, description="text that is not empty")]
+# part of a directory name
+Name = Annotated[
+    str,
+    Field(
+        strict=True,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        description="letters, digits, '_', '-' and '.', starting with a letter or digit",
+    ),
+]
+# part of a dotted path or of a metric name, so without dots
+Key = Annotated[
+    str,
+    Field(
+        strict=True,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$",
+        description="letters, digits, '_' and '-', starting with a letter or digit",
+    ),
+]
