@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import LayoutError, ModelError
+from megatron_rl.parallel.layout import ParallelLayout
+
+FAMILIES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,3 +41,171 @@ class ModelSpec:
     qkv_bias: bool
     qk_norm: bool
     rope_scaling: RopeScaling | None = None
+
+    @classmethod
+    def from_hf(cls, hf_path: str | Path) -> ModelSpec:
+        """Read `config.json` of a Hugging Face directory, as transformers 4 or 5 writes it.
+
+        Raises ModelError that names the file and the key for whatever cannot be built exactly.
+        """
+        return _ConfigReader(Path(hf_path) / "config.json").spec()
+
+    def check_layout(self, layout: ParallelLayout) -> None:
+        """Raise LayoutError, naming the nearest degrees that work, when `layout` cannot split this model."""
+        for what, size in (("attention heads", self.num_heads), ("ffn_size", self.ffn_size)):
+            if size % layout.tp:
+                raise LayoutError(
+                    f"layout.tp: got {layout.tp}, which does not divide the model's {size} {what}; "
+                    f"use {_nearest_divisors(size, layout.tp)}"
+                )
+        if self.num_kv_heads % layout.tp and layout.tp % self.num_kv_heads:
+            allowed = _nearest(layout.tp, [n for n in _divisors(self.num_heads) if self._kv_splits(n)])
+            raise LayoutError(
+                f"layout.tp: got {layout.tp}, but the {self.num_kv_heads} kv heads of the model must divide it or "
+                f"be divided by it; use {allowed}"
+            )
+        stages = layout.pp * layout.vpp
+        if self.num_layers % stages:
+            raise LayoutError(
+                f"layout.pp: got pp*vpp = {layout.pp}*{layout.vpp} = {stages}, which does not divide the model's "
+                f"{self.num_layers} layers; make pp*vpp {_nearest_divisors(self.num_layers, stages)}"
+            )
+
+    def _kv_splits(self, tp: int) -> bool:
+        return self.ffn_size % tp == 0 and (self.num_kv_heads % tp == 0 or tp % self.num_kv_heads == 0)
+
+
+def _divisors(size: int) -> list[int]:
+    return [n for n in range(1, size + 1) if size % n == 0]
+
+
+def _nearest_divisors(size: int, degree: int) -> str:
+    return _nearest(degree, _divisors(size))
+
+
+def _nearest(degree: int, allowed: list[int]) -> str:
+    """The allowed degrees on both sides of `degree`, as text."""
+    below = [n for n in allowed if n < degree][-1:]
+    above = [n for n in allowed if n > degree][:1]
+    return " or ".join(str(n) for n in below + above)
+
+
+class _ConfigReader:
+    """Reads one `config.json` key by key; each complaint carries the file and the key."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelError(f"{path}: no such file; model.hf_path must be a Hugging Face directory") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ModelError(f"{path}: cannot be read as json: {error}") from None
+        if not isinstance(config, dict):
+            raise ModelError(f"{path}: got a json {type(config).__name__}, must be an object")
+        self.config: Mapping[str, Any] = config
+
+    def spec(self) -> ModelSpec:
+        family = self._family()
+        self._refuse_unsupported(family)
+        hidden, heads = self._integer("hidden_size"), self._integer("num_attention_heads")
+        kv_heads = self._integer("num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise self._error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
+        if self.config.get("head_dim") is None and hidden % heads:
+            raise self._error("hidden_size", hidden, f"a multiple of num_attention_heads = {heads}")
+        theta, scaling = self._rope()
+        return ModelSpec(
+            family=family,
+            num_layers=self._integer("num_hidden_layers"),
+            hidden_size=hidden,
+            ffn_size=self._integer("intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            # Qwen3 fixes it at 128 whatever the hidden size; the others derive it
+            head_dim=self._integer("head_dim", default=128 if family == "qwen3" else hidden // heads),
+            vocab_size=self._integer("vocab_size"),
+            max_positions=self._integer("max_position_embeddings"),
+            rope_theta=theta,
+            norm_eps=self._positive(self.config, "rms_norm_eps", default=1e-6),
+            tied=self._switch("tie_word_embeddings"),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            rope_scaling=scaling,
+        )
+
+    def _family(self) -> str:
+        names = self.config.get("architectures")
+        if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
+            raise self._error("architectures", names, "one of " + ", ".join(FAMILIES))
+        return FAMILIES[names[0]]
+
+    def _refuse_unsupported(self, family: str) -> None:
+        activation = self.config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise self._error("hidden_act", activation, '"silu"')
+        for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+            if self.config.get(key):
+                raise self._error(key, self.config[key], "false")
+        for key in ("quantization_config", "pruned_heads"):
+            if self.config.get(key):
+                raise self._error(key, self.config[key], "absent; use the unquantised, unpruned checkpoint")
+        # a window without the switch is ignored by Qwen2 and Qwen3
+        if family == "llama" and self.config.get("sliding_window"):
+            raise self._error("sliding_window", self.config["sliding_window"], "null")
+        kinds = set(self.config.get("layer_types") or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise self._error("layer_types", sorted(kinds), 'only "full_attention"')
+        rotated = self.config.get("partial_rotary_factor", 1.0)
+        if rotated not in (None, 1.0):
+            raise self._error("partial_rotary_factor", rotated, "1.0")
+
+    def _rope(self) -> tuple[float, RopeScaling | None]:
+        """Base and scaling: transformers 5 keeps both in `rope_parameters`, 4 in `rope_theta` and `rope_scaling`."""
+        key = "rope_parameters" if self.config.get("rope_parameters") else "rope_scaling"
+        rope = self.config.get(key) or {}
+        if not isinstance(rope, dict):
+            raise self._error(key, rope, "an object or null")
+        holder = rope if "rope_theta" in rope else self.config
+        prefix = f"{key}." if holder is rope else ""
+        theta = self._positive(holder, "rope_theta", prefix=prefix, default=10000.0)
+        partial = rope.get("partial_rotary_factor", 1.0)
+        if partial not in (None, 1.0):
+            raise self._error(f"{key}.partial_rotary_factor", partial, "1.0")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "default":
+            return theta, None
+        if kind != "llama3":
+            raise self._error(f"{key}.rope_type", kind, '"default" or "llama3"')
+        for name, wanted in LLAMA3_SCALING.items():
+            if rope.get(name) != wanted:
+                raise self._error(f"{key}.{name}", rope.get(name), f"{wanted:g}, the one megatron-core has built in")
+        return theta, RopeScaling(factor=self._positive(rope, "factor", prefix=f"{key}."))
+
+    def _integer(self, key: str, *, default: int | None = None) -> int:
+        value = self.config.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._error(key, value, "a positive integer")
+        return value
+
+    def _positive(
+        self, holder: Mapping[str, Any], key: str, *, prefix: str = "", default: float | None = None
+    ) -> float:
+        value = holder.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise self._error(prefix + key, value, "a positive number")
+        return float(value)
+
+    def _switch(self, key: str) -> bool:
+        value = self.config.get(key, False)
+        if not isinstance(value, bool):
+            raise self._error(key, value, "true or false")
+        return value
+
+    def _error(self, key: str, got: Any, allowed: str) -> ModelError:
+        shown = "nothing" if got is None else json.dumps(got)
+        return ModelError(f"{self.path}: {key}: got {shown}, must be {allowed}")

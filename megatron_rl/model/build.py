@@ -1,0 +1,131 @@
+"""From a `ModelSpec` to megatron-core's GPT model: one chunk per virtual pipeline stage of this rank.
+
+The last chunk answers with hidden states, not logits: the fused log-prob head is applied outside, on
+`head_weight()`, so that [T, V] never exists. Weights start at zero; `hf_io.load_hf` or a checkpoint fills them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_rl.model.attention import packed_seq_params
+from megatron_rl.model.hf_tables import padded_vocab
+from megatron_rl.model.layers import build_block_spec, resolve_spec_kind
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.platform import device
+
+__all__ = ["PolicyGPTModel", "build_model", "packed_seq_params"]
+
+
+class PolicyGPTModel(GPTModel):  # type: ignore[misc]
+    """GPTModel whose last stage returns hidden states [T, 1, H], after the final norm.
+
+    With sequence parallelism they are this rank's [T / tp, 1, H]. Other stages return what pipeline needs.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def head_weight(self) -> Tensor:
+        """[V_padded / tp, H]: this rank's rows of the head, the embedding itself when tied on one stage."""
+        assert self.post_process, "only the last stage has a head"
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def build_model(
+    spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.dtype, spec_kind: str = "auto"
+) -> list[PolicyGPTModel]:
+    """The model chunks of this rank, one per virtual stage, with zero weights on this process's device.
+
+    Process groups must exist. Raises LayoutError when `layout` cannot split the model and ModelError for a
+    `spec_kind` that cannot run here.
+    """
+    spec.check_layout(layout)
+    kind = resolve_spec_kind(spec_kind)
+    config = transformer_config(spec, layout, dtype=dtype)
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    return [
+        _build_chunk(spec, layout, config, kind=kind, pp_rank=pp_rank, chunk=chunk) for chunk in range(layout.vpp)
+    ]
+
+
+def _build_chunk(
+    spec: ModelSpec, layout: ParallelLayout, config: TransformerConfig, *, kind: str, pp_rank: int, chunk: int
+) -> PolicyGPTModel:
+    num_layers = len(layout.chunk_layers(spec.num_layers, pp_rank=pp_rank, chunk=chunk))
+    return PolicyGPTModel(
+        config,
+        build_block_spec(kind, num_layers=num_layers, qk_norm=spec.qk_norm),
+        vocab_size=padded_vocab(spec.vocab_size, layout.tp),
+        max_sequence_length=spec.max_positions,
+        pre_process=layout.has_embedding(pp_rank=pp_rank, chunk=chunk),
+        post_process=layout.has_head(pp_rank=pp_rank, chunk=chunk),
+        share_embeddings_and_output_weights=spec.tied,
+        position_embedding_type="rope",
+        rotary_base=spec.rope_theta,
+        rope_scaling=spec.rope_scaling is not None,
+        rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
+        vp_stage=chunk if layout.vpp > 1 else None,
+    )
+
+
+def transformer_config(spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.dtype) -> TransformerConfig:
+    """megatron-core's settings for `spec` under `layout`."""
+    fused = device.has_accelerator()
+    return TransformerConfig(
+        **_architecture(spec),
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        sequence_parallel=layout.sp and layout.tp > 1,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        pipeline_dtype=dtype,
+        # must be known before DDP wraps the model, else gradients are divided by dp in silence
+        calculate_per_token_loss=True,
+        # micro-batches differ in length; megatron-core then insists on this dispatcher, even for a dense model
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_comm=fused,
+        deallocate_pipeline_outputs=True,
+        use_cpu_initialization=False,
+        # initialisation also marks parameters as sharded, so it stays on, but weights always come from a file
+        init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_,
+        embedding_init_method=torch.nn.init.zeros_,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _architecture(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "ffn_hidden_size": spec.ffn_size,
+        "num_attention_heads": spec.num_heads,
+        "num_query_groups": spec.num_kv_heads,
+        "kv_channels": spec.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": spec.norm_eps,
+        "qk_layernorm": spec.qk_norm,
+        "add_bias_linear": False,
+        "add_qkv_bias": spec.qkv_bias,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }

@@ -1,0 +1,219 @@
+"""Hugging Face checkpoints straight into model shards and back, through the intervals of `hf_tables`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_rl.errors import ModelError
+from megatron_rl.model.hf_files import HfCheckpoint, HfWriter, check_redundant_head, check_tensors, open_checkpoint
+from megatron_rl.model.hf_tables import EMBEDDING, HEAD, Piece, hf_tensors, padded_vocab, source_pieces
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.platform import device
+
+
+@torch.no_grad()
+def load_hf(
+    chunks: Sequence[nn.Module],
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    *,
+    hf_path: str | Path,
+    tp_rank: int,
+    pp_rank: int,
+) -> None:
+    """Fill the chunks of one rank from a HF directory, reading only the slices this rank holds.
+
+    Values are cast to the parameters' dtype; padded vocabulary rows become zero. No communication.
+    Raises ModelError naming every missing, unexpected or mis-shaped tensor and every missing file at once.
+    """
+    params = _named_params(chunks)
+    pieces = source_pieces(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank)
+    check_coverage({key: tuple(param.shape) for key, param in params.items()}, pieces, spec, layout, tp_rank=tp_rank)
+    with open_checkpoint(hf_path) as checkpoint:
+        check_tensors(checkpoint, spec)
+        for piece in pieces:
+            _load_piece(checkpoint, params[piece.chunk, piece.param], piece, check_head=spec.tied)
+    for (_, name), param in params.items():
+        if name.startswith(("embedding.", "output_layer.")):
+            param[_real_rows(spec, layout.tp, tp_rank):].zero_()
+
+
+def _load_piece(checkpoint: HfCheckpoint, param: Tensor, piece: Piece, *, check_head: bool) -> None:
+    if check_head and piece.hf_name == EMBEDDING:
+        check_redundant_head(checkpoint, start=piece.hf_start, length=piece.length)
+    values = checkpoint.read(piece.hf_name, dim=piece.hf_dim, start=piece.hf_start, length=piece.length)
+    _param_view(param, piece).copy_(values)
+
+
+def _param_view(param: Tensor, piece: Piece) -> Tensor:
+    """The part of the parameter that the piece describes; shares its memory."""
+    return param if piece.param_dim is None else param.narrow(piece.param_dim, piece.param_start, piece.length)
+
+
+def _named_params(chunks: Sequence[nn.Module]) -> dict[tuple[int, str], Tensor]:
+    """(chunk, name) -> parameter, with DDP and mixed-precision wrappers taken off."""
+    params: dict[tuple[int, str], Tensor] = {}
+    for number, chunk in enumerate(chunks):
+        while isinstance(inner := getattr(chunk, "module", None), nn.Module):
+            chunk = inner
+        params.update({(number, name): param.data for name, param in chunk.named_parameters()})
+    return params
+
+
+def _real_rows(spec: ModelSpec, tp: int, tp_rank: int) -> int:
+    """Rows of a vocabulary shard that are tokens; the rest is padding."""
+    rows = padded_vocab(spec.vocab_size, tp) // tp
+    return min(max(spec.vocab_size - tp_rank * rows, 0), rows)
+
+
+def check_coverage(
+    shapes: dict[tuple[int, str], tuple[int, ...]],
+    pieces: Sequence[Piece],
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    *,
+    tp_rank: int,
+) -> None:
+    """Prove that the pieces fill every element of every parameter exactly once, padding of the vocabulary aside.
+
+    `shapes` are those of the model. Raises ModelError naming each parameter that is not covered.
+    """
+    by_param: dict[tuple[int, str], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_param[piece.chunk, piece.param].append(piece)
+    hf_shapes = hf_tensors(spec)
+    wrong = sorted(f"{name} of chunk {chunk}" for chunk, name in shapes.keys() ^ by_param.keys()
+                   if not _is_all_padding(name, spec, layout.tp, tp_rank))
+    for (chunk, name), held in by_param.items():
+        shape = shapes.get((chunk, name))
+        if shape is not None and not _is_covered(shape, held, hf_shapes, _rows_wanted(name, spec, layout.tp, tp_rank)):
+            wrong.append(f"{name} {list(shape)} of chunk {chunk}")
+    if wrong:
+        raise ModelError(
+            f"model: the import table does not fit {', '.join(wrong)} of a {spec.family} model; "
+            "this megatron-core lays parameters out differently from 0.16.1"
+        )
+
+
+def _is_all_padding(name: str, spec: ModelSpec, tp: int, tp_rank: int) -> bool:
+    """A vocabulary shard behind the last token has no piece."""
+    return name.startswith(("embedding.", "output_layer.")) and _real_rows(spec, tp, tp_rank) == 0
+
+
+def _rows_wanted(name: str, spec: ModelSpec, tp: int, tp_rank: int) -> int | None:
+    """Rows of a vocabulary shard that must be covered; None: all of the parameter."""
+    is_vocab = name.startswith(("embedding.", "output_layer."))
+    return _real_rows(spec, tp, tp_rank) if is_vocab else None
+
+
+def _is_covered(
+    shape: tuple[int, ...], pieces: Sequence[Piece], hf_shapes: dict[str, tuple[int, ...]], rows: int | None
+) -> bool:
+    first = pieces[0]
+    if first.param_dim is None:
+        return len(pieces) == 1 and hf_shapes[first.hf_name] == shape
+    end = 0
+    for piece in sorted(pieces, key=lambda p: p.param_start):
+        # same shape across the cut, and each interval starts where the one before ends
+        hf_shape, dim = hf_shapes[piece.hf_name], piece.param_dim
+        rest = hf_shape[:dim] + hf_shape[dim + 1:] if dim is not None else ()
+        if dim != piece.hf_dim or dim is None or rest != shape[:dim] + shape[dim + 1:] or piece.param_start != end:
+            return False
+        end += piece.length
+    assert first.param_dim is not None
+    return end == (shape[first.param_dim] if rows is None else rows)
+
+
+@torch.no_grad()
+def save_hf(
+    chunks: Sequence[nn.Module],
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    *,
+    hf_source: str | Path,
+    out_dir: str | Path,
+    dtype: torch.dtype,
+) -> None:
+    """Write a HF directory from live shards; every rank calls it, rank 0 writes.
+
+    Shards travel point to point from dp rank 0, tensor by tensor in layer order, so rank 0 holds one output
+    file at a time. Config, tokenizer and generation files come from `hf_source`. A tied head is left out.
+    `out_dir` appears only when complete. Raises ModelError on every rank when it exists and is not empty.
+    """
+    params, rank = _named_params(chunks), dist.get_rank()
+    writer: HfWriter | None = None
+
+    def prepare() -> None:
+        nonlocal writer
+        writer = HfWriter(spec, hf_source=Path(hf_source), out_dir=Path(out_dir), dtype=dtype)
+
+    _on_rank_zero(prepare)
+    shapes, owners = hf_tensors(spec), _owners(spec, layout)
+    try:
+        for name, shape in shapes.items():
+            whole = _gather_tensor(owners[name], shape, params, rank=rank)
+            if writer is not None and whole is not None:
+                writer.add(name, whole)
+        _on_rank_zero(lambda: writer.finish() if writer is not None else None)
+    except BaseException:
+        if writer is not None:
+            writer.discard()
+        raise
+
+
+def _on_rank_zero(action: Callable[[], None]) -> None:
+    """Run `action` on rank 0 and let every rank know how it went: a failure there must not leave others waiting."""
+    outcome: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except (ModelError, OSError) as error:
+            outcome[0] = str(error)
+    dist.broadcast_object_list(outcome, src=0, device=device.device())
+    if outcome[0] is not None:
+        raise ModelError(outcome[0])
+
+
+def _owners(spec: ModelSpec, layout: ParallelLayout) -> dict[str, list[tuple[int, Piece]]]:
+    """For each HF tensor the (rank, piece) pairs that make it up, each element once, on dp rank 0."""
+    owners: dict[str, list[tuple[int, Piece]]] = {name: [] for name in hf_tensors(spec)}
+    seen: set[tuple[str, int]] = set()
+    for pp_rank in range(layout.pp):
+        for tp_rank in range(layout.tp):
+            rank = layout.rank(tp=tp_rank, dp=0, pp=pp_rank)
+            for piece in source_pieces(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank):
+                # replicas (norms on every tp rank, the tied embedding on both end stages) start at the same element
+                if (piece.hf_name, piece.hf_start) not in seen:
+                    seen.add((piece.hf_name, piece.hf_start))
+                    owners[piece.hf_name].append((rank, piece))
+    assert HEAD in owners or spec.tied
+    return owners
+
+
+def _gather_tensor(
+    owners: list[tuple[int, Piece]], shape: tuple[int, ...], params: dict[tuple[int, str], Tensor], *, rank: int
+) -> Tensor | None:
+    """Rank 0: the whole tensor on CPU. Every other rank sends the pieces it owns and gets None."""
+    if rank != 0:
+        for owner, piece in owners:
+            if owner == rank:
+                dist.send(_param_view(params[piece.chunk, piece.param], piece).contiguous(), dst=0)
+        return None
+    dtype = next(iter(params.values())).dtype
+    whole = torch.empty(shape, dtype=dtype)
+    for owner, piece in owners:
+        target = whole if piece.hf_dim is None else whole.narrow(piece.hf_dim, piece.hf_start, piece.length)
+        if owner == 0:
+            target.copy_(_param_view(params[piece.chunk, piece.param], piece))
+            continue
+        received = torch.empty(target.shape, dtype=dtype, device=device.device())
+        dist.recv(received, src=owner)
+        target.copy_(received)
+    return whole

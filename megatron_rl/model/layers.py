@@ -1,0 +1,102 @@
+"""Our norm, and the two layer specs: megatron-core's own modules (`local`) or TransformerEngine's (`te`).
+
+Both specs keep the norms apart from the linear layers that follow them, so a model has the same parameter
+names under either, and checkpoints, import, export and resharding need one set of tables.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from megatron_rl.errors import ModelError
+from megatron_rl.model.attention import PackedCausalAttention
+from megatron_rl.platform import device
+
+SPEC_KINDS = ("auto", "local", "te")
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, normalised in float32 (as HF and vLLM do).
+
+    megatron-core sums the weight's gradient over tensor parallel ranks because of `weight.sequence_parallel`.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device.device()))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+
+
+def resolve_spec_kind(kind: str) -> str:
+    """`auto` becomes `te` where TransformerEngine can run, else `local`. Raises ModelError for `te` without it."""
+    if kind not in SPEC_KINDS:
+        raise ModelError(f"model.spec: got {kind!r}, must be one of {', '.join(SPEC_KINDS)}")
+    has_te = device.has_accelerator() and importlib.util.find_spec("transformer_engine") is not None
+    if kind == "te" and not has_te:
+        raise ModelError(
+            "model.spec: got 'te', but TransformerEngine cannot be used here (it needs a CUDA device and the "
+            "transformer-engine package); install it with launch/setup.sh --gpu, or set model.spec to auto or local"
+        )
+    if kind == "auto":
+        return "te" if has_te else "local"
+    return kind
+
+
+def build_block_spec(kind: str, *, num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
+    """`num_layers` decoder layers and the final norm, from the modules of `kind` (`local` or `te`)."""
+    if kind == "te":
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TEDotProductAttention,
+            TENorm,
+            TERowParallelLinear,
+        )
+
+        modules = (TENorm, TEColumnParallelLinear, TEDotProductAttention, TERowParallelLinear)
+    else:
+        modules = (RMSNorm, ColumnParallelLinear, PackedCausalAttention, RowParallelLinear)
+    layer = _layer_spec(*modules, qk_norm=qk_norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=modules[0])
+
+
+def _layer_spec(norm: type, column: type, attention: type, row: type, *, qk_norm: bool) -> ModuleSpec:
+    head_norm = norm if qk_norm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=column,
+                    core_attention=attention,
+                    linear_proj=row,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )

@@ -1,0 +1,79 @@
+"""Process groups of one run: torch.distributed, megatron-core's parallel state, and its random generators."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_rl.errors import LayoutError
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.platform import device
+
+
+def init_process_groups(
+    layout: ParallelLayout,
+    *,
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    timeout_s: float,
+    seed: int = 1,
+) -> None:
+    """Join the run and build every group of `layout`; all ranks call it together.
+
+    `timeout_s` bounds each collective. `seed` starts megatron-core's generators (one per tensor-parallel rank).
+    Raises LayoutError when the layout does not fill the world.
+    """
+    if layout.world_size != world_size:
+        raise LayoutError(
+            f"layout: tp*pp*dp = {layout.tp}*{layout.pp}*{layout.dp} = {layout.world_size}, but {world_size} "
+            f"processes were started; start {layout.world_size} processes or change layout.tp / layout.pp"
+        )
+    device.activate()
+    dist.init_process_group(
+        device.backend(),
+        init_method=f"tcp://{master_addr}:{master_port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    _init_model_parallel(layout, timeout_s=timeout_s, seed=seed)
+
+
+def _init_model_parallel(layout: ParallelLayout, *, timeout_s: float, seed: int) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    assert_ranks_agree(layout)
+
+
+def assert_ranks_agree(layout: ParallelLayout) -> None:
+    """Our rank arithmetic and megatron-core's must be the same: the reshard plan is built from ours."""
+    from megatron.core import parallel_state
+
+    theirs = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    ours = layout.coord(dist.get_rank())
+    assert ours == theirs, f"rank {dist.get_rank()}: layout says (tp, dp, pp) = {ours}, megatron-core {theirs}"
+
+
+def destroy_process_groups() -> None:
+    """Leave the run; safe to call when it was never joined."""
+    if not dist.is_initialized():
+        return
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

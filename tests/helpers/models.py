@@ -1,0 +1,58 @@
+"""Tiny Hugging Face models with random weights, written by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def make_tiny_hf(
+    directory: str | Path,
+    *,
+    family: str = "qwen2",
+    tied: bool = False,
+    num_layers: int = 4,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    ffn: int = 96,
+    vocab: int = 251,
+    rope_factor: float | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a float32 model of `family` into `directory` and return it; `rope_factor` asks for llama3 scaling.
+
+    Biases and norm weights are random too, so that one that is dropped or swapped shows in the logits.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config_class, model_class = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[family]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if rope_factor is not None:
+        rope = {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": rope_factor,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        }
+    config = config_class(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=num_layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
+        max_position_embeddings=512 if rope_factor is None else 65536, tie_word_embeddings=tied,
+        rope_parameters=rope, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    model = model_class(config).float()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("norm.weight"):
+                param.uniform_(0.5, 1.5)
+            else:
+                param.normal_(0.0, 0.1)
+    model.save_pretrained(directory)
+    return Path(directory)
