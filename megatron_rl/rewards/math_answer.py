@@ -1,0 +1,163 @@
+"""The task reward for problems with one right answer: extract it, compare it exactly, and never hang.
+
+Cheap exact comparisons happen here; what needs algebra goes to a checking process (`rewards.pool`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.data.types import Verdict
+from megatron_rl.rewards.extract import MAX_ANSWER_CHARS, extract_answer
+from megatron_rl.rewards.pool import PoolVerdict, WorkerPool
+from megatron_rl.rewards.protocol import Grade, RewardInput
+from megatron_rl.rewards.spelling import read_number, spell, tokens
+
+_CACHE_ENTRIES = 100_000
+# a right answer anywhere wins; else a grader's failure outranks "wrong", so that it is seen
+_PRECEDENCE = (Verdict.CORRECT, Verdict.ERROR, Verdict.TIMEOUT, Verdict.BAD_GOLD, Verdict.WRONG)
+
+
+class MathAnswer:
+    """1 for an answer equal to the gold, else 0; the verdict says why.
+
+    Golds: a string, an int, a float, a list of those (any of them is right), or such a list as JSON text.
+    An empty or broken gold is BAD_GOLD and never pays.
+    """
+
+    def __init__(self, *, workers: int, timeout_s: float) -> None:
+        self._pool = WorkerPool(workers=workers, timeout_s=timeout_s)
+        self._cache: OrderedDict[tuple[str, str], PoolVerdict] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def grade(self, inputs: Sequence[RewardInput]) -> list[Grade]:
+        """One grade per input, in order. Raises RewardError only if no checking process can be started."""
+        drafts = [_draft(item) for item in inputs]
+        open_pairs = list(dict.fromkeys(pair for draft in drafts for pair in draft.open_pairs))
+        verdicts = self._check(open_pairs)
+        return [_finish(draft, verdicts) for draft in drafts]
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _check(self, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], PoolVerdict]:
+        with self._lock:
+            known = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
+        unknown = [pair for pair in pairs if pair not in known]
+        fresh = dict(zip(unknown, self._pool.check_many(unknown), strict=True))
+        with self._lock:
+            for pair, verdict in fresh.items():
+                # a grader's own failure may not repeat; everything else would
+                if verdict.verdict is not Verdict.ERROR:
+                    self._cache[pair] = verdict
+            while len(self._cache) > _CACHE_ENTRIES:
+                self._cache.popitem(last=False)
+        return known | fresh
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A grade that is settled, or the pairs whose verdicts it still needs."""
+
+    settled: Grade | None = None
+    open_pairs: tuple[tuple[str, str], ...] = ()
+
+
+def _draft(item: RewardInput) -> _Draft:
+    golds = gold_strings(item.answer)
+    if not golds:
+        shown = repr(item.answer)[:80]
+        return _Draft(settled=Grade(score=0.0, verdict=Verdict.BAD_GOLD, reason=f"gold {shown} is no answer"))
+    answer = extract_answer(item.text)
+    if answer is None or not answer.strip():
+        return _Draft(settled=Grade(score=0.0, verdict=Verdict.NO_ANSWER, reason="no closed box after the reasoning"))
+    quick = [quick_verdict(gold, answer) for gold in golds]
+    if Verdict.CORRECT in quick:
+        return _Draft(settled=Grade(score=1.0, verdict=Verdict.CORRECT))
+    open_pairs = tuple((gold, answer) for gold, verdict in zip(golds, quick, strict=True) if verdict is None)
+    if open_pairs:
+        return _Draft(open_pairs=open_pairs)
+    return _Draft(settled=Grade(score=0.0, verdict=Verdict.WRONG, reason="not equal"))
+
+
+def _finish(draft: _Draft, verdicts: dict[tuple[str, str], PoolVerdict]) -> Grade:
+    if draft.settled is not None:
+        return draft.settled
+    found = min((verdicts[pair] for pair in draft.open_pairs), key=lambda one: _PRECEDENCE.index(one.verdict))
+    score = 1.0 if found.verdict is Verdict.CORRECT else 0.0
+    seconds = sum(verdicts[pair].seconds for pair in draft.open_pairs)
+    return Grade(score=score, verdict=found.verdict, reason=found.reason, seconds=seconds)
+
+
+def gold_strings(answer: Any) -> list[str]:
+    """The alternatives that a gold holds, as strings; empty if it, or any of them, is no answer."""
+    if isinstance(answer, str):
+        decoded = _decode_json(answer)
+        if decoded is not None:
+            return gold_strings(decoded)
+        boxed = extract_answer(answer) if "\\boxed" in answer or "\\fbox" in answer else answer
+        return [boxed] if boxed is not None and _is_answer(boxed) else []
+    if isinstance(answer, bool):
+        return []
+    if isinstance(answer, int):
+        return [str(answer)] if answer.bit_length() < 4 * MAX_ANSWER_CHARS else []
+    if isinstance(answer, float):
+        return [repr(answer)] if math.isfinite(answer) else []
+    if isinstance(answer, (list, tuple)):
+        parts = [[] if isinstance(part, (list, tuple)) else gold_strings(part) for part in answer]
+        return [one for part in parts for one in part] if all(parts) else []
+    return []
+
+
+def _decode_json(text: str) -> Any:
+    """A JSON list of strings, or a JSON string; None for all else: `[1, 2]` is an interval, not two golds."""
+    stripped = text.strip()
+    if not (stripped.startswith('["') or stripped.startswith('[ "') or stripped.startswith('"')):
+        return None
+    try:
+        decoded = json.loads(stripped)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(decoded, str):
+        return None if decoded.startswith('"') else decoded
+    return decoded if isinstance(decoded, list) and all(isinstance(part, str) for part in decoded) else None
+
+
+def _is_answer(gold: str) -> bool:
+    """Something is written there, and its braces close."""
+    depth = 0
+    for index, char in enumerate(gold):
+        if char in "{}" and (index == 0 or gold[index - 1] != "\\"):
+            depth += 1 if char == "{" else -1
+            if depth < 0:
+                return False
+    if depth != 0:
+        return False
+    return len(gold) > MAX_ANSWER_CHARS or any(_says_something(token) for token in tokens(gold))
+
+
+def _says_something(token: str) -> bool:
+    return token.startswith("\\") or any(char.isalnum() for char in token)
+
+
+def quick_verdict(gold: str, answer: str) -> Verdict | None:
+    """CORRECT or WRONG where spelling or exact rational arithmetic settles it in microseconds; else None."""
+    if gold.strip() == answer.strip():
+        return Verdict.CORRECT
+    if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
+        return Verdict.WRONG
+    of_gold, of_answer = tokens(gold), tokens(answer)
+    if not of_answer:
+        return Verdict.WRONG
+    if spell(of_gold) == spell(of_answer):
+        return Verdict.CORRECT
+    gold_number, answer_number = read_number(of_gold), read_number(of_answer)
+    if gold_number is not None and answer_number is not None:
+        return Verdict.CORRECT if gold_number == answer_number else Verdict.WRONG
+    return None

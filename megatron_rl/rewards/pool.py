@@ -1,0 +1,218 @@
+"""A small pool of long-lived checking processes with a hard deadline for each item.
+
+The parent keeps the clock: a worker that overruns is killed and replaced, whatever it is doing. A worker that dies
+gets its item retried once on a fresh one. Usable from any thread; no signals, no fork of the calling process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+
+import megatron_rl
+from megatron_rl.data.types import Verdict
+from megatron_rl.errors import RewardError
+from megatron_rl.rewards.worker import MAX_FRAME_BYTES, frame_length, write_frame
+
+_START_TIMEOUT_S = 120.0
+_ITEMS_PER_WORKER = 2000   # a symbolic library's caches grow; a fresh process is cheap
+_WORKER_MODULE = "megatron_rl.rewards.worker"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolVerdict:
+    """What the pool says about one (gold, answer) pair."""
+
+    verdict: Verdict
+    reason: str
+    seconds: float
+
+
+class WorkerPool:
+    """`workers` processes that compare (gold, answer) pairs, each within `timeout_s` seconds of wall time."""
+
+    def __init__(self, *, workers: int, timeout_s: float, module: str = _WORKER_MODULE) -> None:
+        if workers < 1 or timeout_s <= 0:
+            raise RewardError(f"pool: workers = {workers}, timeout_s = {timeout_s}; both must be above 0")
+        self._timeout_s = timeout_s
+        self._module = module
+        self._closed = False
+        self._lock = threading.Lock()
+        self._all: set[_Worker] = set()
+        self._slots: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        self._threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="reward")
+        self._num_workers = workers
+        for _ in range(workers):
+            # an empty slot starts its process when it is first needed
+            self._slots.put(None)
+
+    def check_many(self, pairs: Sequence[tuple[str, str]]) -> list[PoolVerdict]:
+        """One verdict per (gold, answer), in order. Raises RewardError if a worker cannot start at all."""
+        if not pairs:
+            return []
+        if self._closed:
+            raise RewardError("pool: used after close")
+        return list(self._threads.map(lambda pair: self.check(*pair), pairs))
+
+    def check(self, gold: str, answer: str) -> PoolVerdict:
+        """The verdict on one pair; waits for a free worker first, which does not count against the deadline."""
+        slot = self._slots.get()
+        try:
+            for attempt in (1, 2):
+                slot = self._ready_worker(slot)
+                started = time.monotonic()
+                try:
+                    reply = slot.ask(gold, answer, timeout_s=self._timeout_s)
+                except TimeoutError:
+                    slot = self._discard(slot)
+                    seconds = time.monotonic() - started
+                    return PoolVerdict(Verdict.TIMEOUT, f"killed after {self._timeout_s:g} s", seconds)
+                except _WorkerDied as death:
+                    slot = self._discard(slot)
+                    reason = f"worker died: {death} (attempt {attempt} of 2)"
+                else:
+                    return PoolVerdict(Verdict(reply["verdict"]), str(reply["reason"]), time.monotonic() - started)
+            return PoolVerdict(Verdict.ERROR, reason, time.monotonic() - started)
+        finally:
+            self._slots.put(slot)
+
+    def close(self) -> None:
+        """Kill and reap every worker, release every descriptor; safe to call twice and while others are grading."""
+        with self._lock:
+            self._closed = True
+            workers, self._all = list(self._all), set()
+        for worker in workers:
+            worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.release()
+
+    def pids(self) -> list[int]:
+        """Processes that are alive now."""
+        with self._lock:
+            return [worker.pid for worker in self._all]
+
+    def _ready_worker(self, slot: _Worker | None) -> _Worker:
+        if slot is not None and slot.num_items >= _ITEMS_PER_WORKER:
+            slot = self._discard(slot)
+        if slot is not None:
+            return slot
+        with self._lock:
+            if self._closed:
+                raise RewardError("pool: closed while it was grading")
+            worker = _Worker(self._module)
+            self._all.add(worker)
+        try:
+            worker.wait_ready()
+        except _WorkerDied as death:
+            tail = worker.stderr_tail()
+            self._discard(worker)
+            raise RewardError(
+                f"rewards: the checking process did not start ({death}); "
+                f"run `{sys.executable} -m {self._module}` by hand; its last words: {tail or 'none'}"
+            ) from None
+        return worker
+
+    def _discard(self, worker: _Worker) -> None:
+        with self._lock:
+            self._all.discard(worker)
+        worker.kill()
+        worker.release()
+
+
+class _WorkerDied(Exception):
+    """The other end of the pipe is gone."""
+
+
+class _Worker:
+    """One process and its pipes. Used by one thread at a time; `kill` may come from any."""
+
+    def __init__(self, module: str) -> None:
+        self.num_items = 0
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()
+        # the package's own parent folder as working directory makes `-m` find it from wherever we were started
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            cwd=Path(megatron_rl.__file__).resolve().parent.parent,
+            bufsize=0,
+        )
+        self.pid = self._process.pid
+
+    def wait_ready(self) -> None:
+        try:
+            self._read(time.monotonic() + _START_TIMEOUT_S)
+        except TimeoutError:
+            raise _WorkerDied(f"not ready after {_START_TIMEOUT_S:g} s") from None
+
+    def ask(self, gold: str, answer: str, *, timeout_s: float) -> dict[str, Any]:
+        """Raises TimeoutError past the deadline, _WorkerDied if the process ended."""
+        self.num_items += 1
+        deadline = time.monotonic() + timeout_s
+        assert self._process.stdin is not None
+        try:
+            write_frame(self._process.stdin, {"gold": gold, "answer": answer, "cpu_s": 2 * timeout_s + 1})
+        except (BrokenPipeError, ValueError):
+            raise _WorkerDied(self._end()) from None
+        return self._read(deadline)
+
+    def _read(self, deadline: float) -> dict[str, Any]:
+        length = frame_length(self._read_bytes(4, deadline))
+        if length > MAX_FRAME_BYTES:
+            raise _WorkerDied(f"answered with a frame of {length} bytes")
+        reply = json.loads(self._read_bytes(length, deadline))
+        assert isinstance(reply, dict)
+        return reply
+
+    def _read_bytes(self, count: int, deadline: float) -> bytes:
+        stream = self._process.stdout
+        assert stream is not None
+        data = b""
+        while len(data) < count:
+            poll = select.poll()  # not select(): descriptors beyond 1,024 are common in a trainer
+            poll.register(stream, select.POLLIN)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not poll.poll(left_s * 1000):
+                raise TimeoutError
+            chunk = os.read(stream.fileno(), count - len(data))
+            if not chunk:
+                raise _WorkerDied(self._end())
+            data += chunk
+        return data
+
+    def _end(self) -> str:
+        try:
+            return f"exit code {self._process.wait(timeout=5)}"
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def release(self) -> None:
+        """Reap the process and close our ends; only after `kill`."""
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._stderr):
+            if stream is not None:
+                stream.close()
+
+    def stderr_tail(self) -> str:
+        self._process.kill()
+        self._process.wait()
+        self._stderr.seek(0)
+        return self._stderr.read()[-2000:].decode("utf-8", "replace").strip()

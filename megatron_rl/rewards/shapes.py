@@ -1,0 +1,175 @@
+"""The structure of an answer: list, tuple, matrix, equation, relation, or one expression. Works on canonical tokens.
+
+Bare comma lists, sets and "a or b" are one shape without order; tuples, intervals, ratios and matrices keep theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.rewards.spelling import closing, is_text, strip_units, unwrap
+
+_MATRICES = {f"{{{kind}matrix}}" for kind in ("", "p", "b", "v", "B", "V", "small")} | {"{array}"}
+_RELATIONS = {"<", ">", "\\leq", "\\geq", "\\neq"}
+_MAX_DEPTH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One expression, or words."""
+
+    tokens: tuple[str, ...]
+
+    def is_text(self) -> bool:
+        return is_text(list(self.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """An inequality, possibly a chain such as `1 < x \\leq 2`."""
+
+    tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unordered:
+    items: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A tuple, an interval, or a ratio (`opening` is then `:`)."""
+
+    opening: str
+    closing: str
+    items: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Union:
+    """Parts joined by `\\cup`."""
+
+    parts: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    rows: tuple[tuple[Shape, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """`name = value`, with a plain name on the left."""
+
+    name: str
+    value: Shape
+    equation: Equation
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+
+
+Shape = Leaf | Relation | Unordered | Ordered | Union | Matrix | Named | Equation
+
+
+def read_shape(found: list[str], depth: int = 0) -> Shape:
+    """The structure of these tokens; what has none is a `Leaf`."""
+    found = strip_units(unwrap(found))
+    if depth > _MAX_DEPTH or not found:
+        return Leaf(tuple(found))
+    matrix = _read_matrix(found, depth)
+    if matrix is not None:
+        return matrix
+    pieces = split(found, {",", ";", "and", "or", "\\text{and}", "\\text{or}"})
+    if len(pieces) > 1:
+        return Unordered(_flat([read_shape(piece, depth + 1) for piece in pieces if piece]))
+    if len(parts := split(found, {"\\cup"})) > 1:
+        return Union(tuple(read_shape(part, depth + 1) for part in parts))
+    bracketed = _read_bracketed(found, depth)
+    if bracketed is not None:
+        return bracketed
+    return _read_statement(found, depth)
+
+
+def split(found: list[str], separators: set[str]) -> list[list[str]]:
+    """`found` cut at the separators outside all brackets."""
+    pieces: list[list[str]] = [[]]
+    depth = 0
+    for token in found:
+        opens = token in {"(", "[", "{", "\\{"} or token.startswith("\\begin")
+        closes = token in {")", "]", "}", "\\}"} or token.startswith("\\end")
+        depth += opens - closes
+        if depth == 0 and token in separators:
+            pieces.append([])
+        else:
+            pieces[-1].append(token)
+    return pieces
+
+
+def _flat(items: list[Shape]) -> tuple[Shape, ...]:
+    """Items with inner `\\pm` pairs spread out: `{1 \\pm a, 2}` has three elements."""
+    spread: list[Shape] = []
+    for item in items:
+        spread.extend(item.items if isinstance(item, Unordered) else [item])
+    return tuple(spread)
+
+
+def _read_matrix(found: list[str], depth: int) -> Matrix | None:
+    if not (found[0].startswith("\\begin") and found[0][6:] in _MATRICES and found[-1] == "\\end" + found[0][6:]):
+        return None
+    body = found[1:-1]
+    if found[0] == "\\begin{array}" and body and body[0] == "{":
+        body = body[(closing(body, 0) or 0) + 1 :]
+    rows = [split(row, {"&"}) for row in split(body, {"\\\\"}) if row]
+    return Matrix(tuple(tuple(read_shape(cell, depth + 1) for cell in row) for row in rows))
+
+
+def _read_bracketed(found: list[str], depth: int) -> Shape | None:
+    if found[0] not in {"(", "[", "\\{"} or closing(found, 0) != len(found) - 1:
+        return None
+    inside = found[1:-1]
+    if found[0] == "\\{":
+        builder = split(inside, {"|", ":"})
+        if len(builder) == 2:
+            return read_shape(builder[1], depth + 1)
+        pieces = split(inside, {",", ";"})
+        return Unordered(_flat([read_shape(piece, depth + 1) for piece in pieces if piece]))
+    pieces = split(inside, {",", ";"})
+    if len(pieces) == 1:
+        return read_shape(inside, depth + 1) if (found[0], found[-1]) == ("(", ")") else None
+    return Ordered(found[0], found[-1], tuple(read_shape(piece, depth + 1) for piece in pieces))
+
+
+def _read_statement(found: list[str], depth: int) -> Shape:
+    """Membership, equations, inequalities, ratios, plus-minus pairs; else one expression."""
+    member = split(found, {"\\in"})
+    if len(member) == 2 and _name_of(member[0]):
+        return read_shape(member[1], depth + 1)
+    sides = split(found, {"="})
+    if len(sides) > 1 and all(sides):
+        equation = Equation(tuple(sides[0]), tuple(sides[-1]))
+        name = _name_of(sides[0])
+        return Named(name, read_shape(sides[-1], depth + 1), equation) if name else equation
+    if any(token in _RELATIONS for token in found):
+        return Relation(tuple(found))
+    ratio = split(found, {":"})
+    if len(ratio) > 1 and all(ratio):
+        return Ordered(":", ":", tuple(read_shape(part, depth + 1) for part in ratio))
+    if "\\pm" in found:
+        upper = ["+" if token == "\\pm" else "-" if token == "\\mp" else token for token in found]
+        lower = ["-" if token == "\\pm" else "+" if token == "\\mp" else token for token in found]
+        return Unordered((Leaf(tuple(upper)), Leaf(tuple(lower))))
+    return Leaf(tuple(found))
+
+
+def _name_of(found: list[str]) -> str:
+    """`x`, `a_{37}`, `f(x)`, `\\theta` or `(p,q,r)` as one string; nothing for anything with a value."""
+    allowed = {"_", "{", "}", "(", ")", ","}
+    if any(not (token in allowed or token.isalpha() or token == "\\theta" or token.isdigit()) for token in found):
+        return ""
+    starts_as_name = bool(found) and (found[0].isalpha() or found[0] in {"(", "\\theta"})
+    digits_outside = any(token.isdigit() and found[index - 1] not in {"_", "{"} for index, token in enumerate(found))
+    return "" if digits_outside or not starts_as_name else "".join(found)

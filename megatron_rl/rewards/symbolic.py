@@ -1,0 +1,275 @@
+"""Equality of two answers by structure, with Math-Verify reading and SymPy deciding what has no structure of its own.
+
+Runs only inside a checking process: any call here may take forever, and the parent will kill it. Decisions are
+exact: a number is never compared by its float. Nothing reaches SymPy's own string parser, which evaluates code.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import sympy
+from math_verify import LatexExtractionConfig, parse
+
+from megatron_rl.rewards.shapes import (
+    Equation,
+    Leaf,
+    Matrix,
+    Named,
+    Ordered,
+    Relation,
+    Shape,
+    Union,
+    Unordered,
+    read_shape,
+    split,
+)
+from megatron_rl.rewards.spelling import read_number, spell, strip_units, tokens
+
+_MAX_ITEMS = 64
+_LATEX_ONLY = (LatexExtractionConfig(boxed_match_priority=-1),)
+
+# it warns on every call that its own time-outs are off; they rely on signals, and ours do not
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+class _Unreadable(Exception):
+    """An expression that Math-Verify cannot read."""
+
+
+class _BadGold(Exception):
+    """The gold is neither words nor an expression that can be read."""
+
+
+def compare(gold: str, answer: str) -> tuple[str, str]:
+    """(verdict, reason) on two answer strings; verdicts are the values of `data.types.Verdict`."""
+    try:
+        is_equal = _same(read_shape(tokens(gold)), read_shape(tokens(answer)))
+    except _BadGold as fault:
+        return "bad_gold", str(fault)
+    except _Unreadable as fault:
+        return "wrong", str(fault)
+    return ("correct", "") if is_equal else ("wrong", "not equal")
+
+
+def _same(gold: Shape, answer: Shape) -> bool:
+    if isinstance(gold, Named) or isinstance(answer, Named):
+        return _same_named(gold, answer)
+    if isinstance(gold, Unordered) or isinstance(answer, Unordered):
+        return _same_unordered(_items(gold), _items(answer))
+    if isinstance(gold, Matrix) and isinstance(answer, Matrix):
+        return [len(row) for row in gold.rows] == [len(row) for row in answer.rows] and all(
+            _same(g, a) for grow, arow in zip(gold.rows, answer.rows, strict=True) for g, a in zip(grow, arow, strict=True)
+        )
+    if isinstance(gold, Ordered) and isinstance(answer, Ordered):
+        return (
+            (gold.opening, gold.closing, len(gold.items)) == (answer.opening, answer.closing, len(answer.items))
+            and all(_same(g, a) for g, a in zip(gold.items, answer.items, strict=True))
+        )  # fmt: skip
+    if isinstance(gold, Equation) and isinstance(answer, Equation):
+        return _same_equation(gold, answer)
+    if isinstance(gold, Leaf) and isinstance(answer, Leaf):
+        if not any(_is_set_expression(leaf) for leaf in (gold, answer)):
+            return _same_leaf(gold, answer)
+    return _same_region(gold, answer)
+
+
+def _items(shape: Shape) -> tuple[Shape, ...]:
+    return shape.items if isinstance(shape, Unordered) else (shape,)
+
+
+def _same_unordered(gold: tuple[Shape, ...], answer: tuple[Shape, ...]) -> bool:
+    """One-to-one, any order. Equality is transitive, so the first free match is as good as any."""
+    if len(gold) != len(answer) or len(gold) > _MAX_ITEMS:
+        return False
+    free = list(gold)
+    for item in answer:
+        match = next((index for index, candidate in enumerate(free) if _same(candidate, item)), None)
+        if match is None:
+            return False
+        free.pop(match)
+    return True
+
+
+def _same_named(gold: Shape, answer: Shape) -> bool:
+    """`x = 5` against `5`, `n = 5` against `x = 5`? The name is spelling, unless both sides give a different one."""
+    if isinstance(gold, Named) and isinstance(answer, Named):
+        return gold.name == answer.name and _same(gold.value, answer.value)
+    if isinstance(gold, Equation) and isinstance(answer, Named):
+        return _same_equation(gold, answer.equation)
+    if isinstance(gold, Named) and isinstance(answer, Equation):
+        return _same_equation(gold.equation, answer)
+    return _same(
+        gold.value if isinstance(gold, Named) else gold, answer.value if isinstance(answer, Named) else answer
+    )
+
+
+def _same_equation(gold: Equation, answer: Equation) -> bool:
+    """Two equations are one if the differences of their sides are proportional."""
+    of_gold = _gold_expression(gold.left) - _gold_expression(gold.right)
+    of_answer = _expression(answer.left) - _expression(answer.right)
+    if of_gold == 0 or of_answer == 0:
+        return False
+    ratio = sympy.simplify(of_gold / of_answer)
+    return bool(ratio.is_number and ratio.is_finite and ratio != 0)
+
+
+def _same_leaf(gold: Leaf, answer: Leaf) -> bool:
+    if spell(list(gold.tokens)) == spell(list(answer.tokens)):
+        return bool(gold.tokens)
+    if gold.is_text() or answer.is_text() or not gold.tokens or not answer.tokens:
+        return False
+    of_gold, of_answer = read_number(list(gold.tokens)), read_number(list(answer.tokens))
+    if of_gold is not None and of_answer is not None:
+        return of_gold == of_answer
+    if any(_has_base(leaf.tokens) for leaf in (gold, answer)) or "\\overline" in gold.tokens + answer.tokens:
+        return False
+    return _same_expression(_gold_expression(gold.tokens), _expression(answer.tokens))
+
+
+def _same_expression(gold: sympy.Basic, answer: sympy.Basic) -> bool:
+    if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
+        return bool(gold == answer)
+    if gold.has(sympy.nan, sympy.zoo) or answer.has(sympy.nan, sympy.zoo):
+        return False
+    if gold == answer:
+        return True
+    if sympy.oo in (gold, answer) or -sympy.oo in (gold, answer):
+        return False
+    # read unevaluated: doit brings the order of terms into its canonical form
+    difference = (gold - answer).doit()
+    if difference == 0:
+        return True
+    # refutes at once what differs in value; equality needs a proof
+    if difference.is_number and _differs_numerically(difference):
+        return False
+    return bool(sympy.simplify(difference) == 0 or difference.equals(0))
+
+
+def _differs_numerically(difference: sympy.Expr) -> bool:
+    value = sympy.N(difference, 30, maxn=200)
+    # precision 1 marks a value that cancelled to nothing: no evidence either way
+    return bool(value.is_number and abs(value) > sympy.Float("1e-20") and getattr(value, "_prec", 99) > 1)
+
+
+def _has_base(found: tuple[str, ...]) -> bool:
+    """`204_{5}`: a numeral in another base, compared as it is written."""
+    return any(token == "_" and found[index - 1].isdigit() for index, token in enumerate(found) if index)
+
+
+def _is_set_expression(leaf: Leaf) -> bool:
+    return any(token in {"\\setminus", "\\infty", "\\mathbb", "\\emptyset"} for token in leaf.tokens)
+
+
+def _same_region(gold: Shape, answer: Shape) -> bool:
+    """Intervals, unions and inequalities as sets of reals; only where both are regions."""
+    if isinstance(gold, Leaf) and isinstance(answer, Leaf) and spell([*gold.tokens]) == spell([*answer.tokens]):
+        return True
+    regions = (_region(gold), _region(answer))
+    if regions[0] is not None and regions[1] is not None:
+        return bool(regions[0] == regions[1] or (regions[0] ^ regions[1]) == sympy.S.EmptySet)
+    if isinstance(gold, Leaf) and isinstance(answer, Leaf):
+        return _same_leaf(gold, answer)
+    return False
+
+
+def _region(shape: Shape) -> sympy.Set | None:
+    if isinstance(shape, Ordered) and len(shape.items) == 2 and shape.opening in "([" and shape.closing in ")]":
+        ends = [_end(item) for item in shape.items]
+        if ends[0] is None or ends[1] is None or not all(end.is_extended_real for end in ends):
+            return None
+        return sympy.Interval(ends[0], ends[1], shape.opening == "(", shape.closing == ")")
+    if isinstance(shape, Union):
+        parts = [_region(part) for part in shape.parts]
+        return None if any(part is None for part in parts) else sympy.Union(*parts)
+    if isinstance(shape, Unordered):
+        values = [_end(item) for item in shape.items]
+        return None if any(value is None for value in values) else sympy.FiniteSet(*values)
+    if isinstance(shape, Relation):
+        return _relation_region(list(shape.tokens))
+    if isinstance(shape, Leaf):
+        return _named_region(list(shape.tokens))
+    return None
+
+
+def _end(shape: Shape) -> sympy.Expr | None:
+    if not isinstance(shape, Leaf) or shape.is_text():
+        return None
+    found = [token for token in shape.tokens if token != "+"] if "\\infty" in shape.tokens else list(shape.tokens)
+    if found == ["\\infty"]:
+        return sympy.oo
+    if found == ["-", "\\infty"]:
+        return -sympy.oo
+    return _expression(tuple(found))
+
+
+def _relation_region(found: list[str]) -> sympy.Set | None:
+    """The reals that satisfy a chain of comparisons in one variable."""
+    signs = [token for token in found if token in {"<", ">", "\\leq", "\\geq", "\\neq"}]
+    sides = [_expression(tuple(side)) for side in split(found, set(signs))]
+    free = set().union(*(side.free_symbols for side in sides))
+    if len(free) != 1 or len(sides) != len(signs) + 1:
+        return None
+    symbol = free.pop()
+    real = sympy.Symbol("x", real=True)
+    builders = {"<": sympy.Lt, ">": sympy.Gt, "\\leq": sympy.Le, "\\geq": sympy.Ge, "\\neq": sympy.Ne}
+    region: sympy.Set = sympy.S.Reals
+    for sign, left, right in zip(signs, sides, sides[1:], strict=False):
+        relation = builders[sign](left.subs(symbol, real), right.subs(symbol, real))
+        region = region & sympy.solveset(relation, real, sympy.S.Reals)
+    return region
+
+
+def _named_region(found: list[str]) -> sympy.Set | None:
+    """`\\mathbb{R}`, `\\emptyset`, and differences such as `\\mathbb{R} \\setminus \\{2\\}`."""
+    if found == ["\\mathbb", "{", "R", "}"]:
+        return sympy.S.Reals
+    if found == ["\\emptyset"]:
+        return sympy.S.EmptySet
+    parts = split(found, {"\\setminus"})
+    if len(parts) != 2:
+        return None
+    left, right = (_region(read_shape(part)) for part in parts)
+    return None if left is None or right is None else left - right
+
+
+def _gold_expression(found: tuple[str, ...]) -> sympy.Expr:
+    try:
+        return _expression(found)
+    except _Unreadable as fault:
+        raise _BadGold(f"gold: {fault}") from None
+
+
+def _expression(found: tuple[str, ...]) -> sympy.Expr:
+    """The expression as exact SymPy. Raises _Unreadable."""
+    value = read_number(list(found))
+    if value is not None:
+        return sympy.Rational(value.numerator, value.denominator)
+    latex = " ".join(_radians(strip_units(list(found))))
+    try:
+        read = parse(
+            f"${latex}$",
+            extraction_config=_LATEX_ONLY,
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+            raise_on_error=True,
+        )
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as fault:
+        raise _Unreadable(f"cannot be read ({type(fault).__name__})") from None
+    if not read or not isinstance(read[0], sympy.Expr):
+        raise _Unreadable("cannot be read as an expression")
+    # decimals come as floats: back to the exact rationals they spell
+    return sympy.nsimplify(read[0], rational=True) if read[0].has(sympy.Float) else read[0]
+
+
+def _radians(found: list[str]) -> list[str]:
+    """`15 °` as `( 15 \\pi / 180 )`."""
+    out: list[str] = []
+    for token in found:
+        if token == "°" and out and out[-1][0].isdigit():
+            out[-1] = f"{{ \\left( \\frac{{ {out[-1]} \\pi }}{{ 180 }} \\right) }}"
+        elif token != "°":
+            out.append(token)
+    return out
