@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ def unpack_per_token(batch: PackedBatch, values: Tensor) -> list[Tensor]:
     """
     _check_per_token(batch, values)
     bounds = batch.cu_seqlens.tolist()[: len(batch.sample_index) + 1]
-    return [values[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [values[start:end] for start, end in pairwise(bounds)]
 
 
 def _check_per_token(batch: PackedBatch, values: Tensor) -> None:

@@ -39,7 +39,7 @@ def read_rows(path: str | Path) -> list[Row]:
 
 def _read_parquet(file: Path) -> list[Row]:
     try:
-        import pyarrow.parquet as parquet
+        from pyarrow import parquet  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise DataError(f"{file}: parquet needs pyarrow; `pip install pyarrow`, or convert to JSONL") from error
     try:
