@@ -46,7 +46,9 @@ def _origin(path: Path, data: Any, override_paths: Sequence[Path]) -> Origin:
         if not present:
             return "default"
         data = shape.below(data, key)
-    return "override" if any(path[: len(o)] == o or o[: len(path)] == path for o in override_paths) else "file"
+    # an override above the leaf holds it; one below replaced a part of a list
+    is_override = any(path[: len(o)] == o or o[: len(path)] == path for o in override_paths)
+    return "override" if is_override else "file"
 
 
 def _children(value: Any) -> list[tuple[str, Any]] | None:

@@ -35,10 +35,10 @@ def validation_problems(error: ValidationError, data: Any, schema: Any) -> list[
     return problems
 
 
-def raise_problems(source: str, problems: Sequence[Problem], places: Mapping[str, str] | None = None) -> NoReturn:
+def raise_problems(source: str, problems: Sequence[Problem], places: Mapping[str, str]) -> NoReturn:
     """Raise one RecipeError that lists all problems. `places` says where a dotted path was written."""
     count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-    lines = [f"  {_with_place(p, places or {})}: {p.text}" for p in problems]
+    lines = [f"  {_with_place(p, places)}: {p.text}" for p in problems]
     raise RecipeError("\n".join([f"{source}: {count}", *lines]))
 
 

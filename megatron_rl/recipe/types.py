@@ -1,4 +1,4 @@
-"""Value types of the schema: strict (no `true` for an int, no `2.5` for an int, no text for a number), with ranges.
+"""Value types of the schema: strict (neither `true` nor `2.5` nor text for an int), with ranges.
 
 Each description ends the sentence "got X, must be ..." of an error message.
 """

@@ -1,4 +1,4 @@
-"""Recipe text to plain values and back, by the YAML 1.2 core rules: `1e-6` is a float, `yes` is text, `010` is ten.
+"""Recipe text to plain values and back, by YAML 1.2 core rules: `1e-6` is a float, `yes` text, `010` ten.
 
 Stricter than YAML where a recipe would get ambiguous: no duplicate keys, no anchors, no tags, text keys only.
 """
@@ -67,7 +67,7 @@ for _name, _pattern, _first in (
 
 
 def parse_document(text: str, *, source: str) -> Document:
-    """Raises RecipeError naming `source:line` for text that is not YAML and for every duplicate key at once."""
+    """Raises RecipeError naming `source:line` for text that is not YAML, and all duplicate keys at once."""
     try:
         node = _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:

@@ -1,0 +1,148 @@
+"""The command line: parses, dispatches, and turns errors meant for the user into one block and exit code 2.
+
+Heavy packages are imported by the commands that need them: `check` answers without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl import __version__
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.recipe.load import load_recipe
+from megatron_rl.recipe.resolve import check_recipe, smallest_world
+from megatron_rl.recipe.summary import summary_data, summary_table
+from megatron_rl.train import launcher
+from megatron_rl.train.run_dir import LOGS, choose_run_dir
+
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    try:
+        args = _parse(list(sys.argv[1:] if argv is None else argv))
+        code: int = args.run(args)
+        return code
+    except MegatronRLError as error:
+        if not launcher.report_failure(str(error), exit_code=USER_ERROR):
+            print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        if not launcher.is_launched():
+            print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception:
+        if not launcher.report_failure(traceback.format_exc(), exit_code=1):
+            raise
+        return 1
+
+
+def _train(args: argparse.Namespace) -> int:
+    loaded = load_recipe(args.recipe, args.overrides)
+    rank = launcher.rank_environment()
+    if rank is None:
+        world_size = args.nproc or smallest_world(loaded.recipe)
+    elif args.nproc is not None and not launcher.is_launched():
+        raise MegatronRLError("--nproc: not allowed under torchrun, which has started the ranks already")
+    else:
+        world_size = rank.world_size
+    check_recipe(loaded, world_size=world_size)
+    if rank is not None and args.run_dir is None:
+        raise MegatronRLError("--run-dir: required under torchrun, so that all ranks write to the same one")
+    run_dir = args.run_dir
+    # the other ranks would see what rank 0 has written already
+    if rank is None or rank.rank == 0:
+        run_dir = choose_run_dir(args.run_dir, name=loaded.recipe.name, resume=args.resume)
+    if rank is None and world_size > 1:
+        command = [sys.executable, "-m", "megatron_rl", "train", args.recipe, "--run-dir", str(run_dir)]
+        command += ["--resume"] * args.resume + args.overrides
+        return launcher.launch_local(command, nproc=world_size, log_dir=run_dir / LOGS)
+    launcher.enter_rank()
+
+    from megatron_rl.train.run import run_training
+
+    run_training(loaded, run_dir=run_dir, resume=args.resume)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    loaded = load_recipe(args.recipe, args.overrides)
+    resolved = check_recipe(loaded, world_size=args.world or smallest_world(loaded.recipe))
+    if args.json:
+        print(json.dumps(summary_data(loaded, resolved), indent=2))
+    else:
+        print(summary_table(loaded, resolved))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from megatron_rl.train.summary import write_report
+
+    print(write_report(args.run_dir))
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl",
+        description="Post-training of reasoning models: SFT and RL on megatron-core and vLLM.",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    by_name = {
+        "train": _train_parser(commands),
+        "check": _check_parser(commands),
+        "report": _report_parser(commands),
+    }
+    # intermixed: options may stand between overrides, which sub-parsers alone do not allow
+    if argv and argv[0] in by_name:
+        return by_name[argv[0]].parse_intermixed_args(argv[1:])
+    return parser.parse_args(argv)
+
+
+def _train_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    train = commands.add_parser("train", help="run all stages of a recipe")
+    _add_recipe(train)
+    train.add_argument("--run-dir", type=Path, metavar="DIR", help="where to write (default: runs/NAME-TIME)")
+    train.add_argument("--nproc", type=_positive, metavar="N", help="local ranks to start (default: tp * pp)")
+    train.add_argument("--resume", action="store_true", help="continue the run in --run-dir")
+    train.set_defaults(run=_train)
+    return train
+
+
+def _check_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    check = commands.add_parser("check", help="every problem of a recipe at once, else its derived numbers")
+    _add_recipe(check)
+    check.add_argument("--world", type=_positive, metavar="N", help="number of processes (default: tp * pp)")
+    check.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    check.set_defaults(run=_check)
+    return check
+
+
+def _report_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    report = commands.add_parser("report", help="write report.html of a run directory")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report.set_defaults(run=_report)
+    return report
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="YAML file; paths inside it start at the current directory"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="path=value", help="such as stages.1.optimizer.lr=1e-6"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number of at least 1")
+    return value

@@ -1,0 +1,158 @@
+"""What does not fit together inside one stage, before anything is known of the world or the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.recipe.problems import Problem, did_you_mean
+from megatron_rl.recipe.stages import (
+    AlgorithmConfig,
+    EngineConfig,
+    OptimizerConfig,
+    RlStage,
+    ScheduleConfig,
+    SftStage,
+    Stage,
+)
+
+# names of `megatron_rl.rewards`, repeated here to check a recipe without torch; a test compares them
+TASK_REWARDS = ("math_answer",)
+SHAPING_REWARDS = ("format",)
+
+# options of AlgorithmConfig that only some surrogates read
+_SURROGATE_OPTIONS = {
+    "clip_high": ("gppo", "clip_higher"),
+    "beta_low": ("gppo",),
+    "beta_high": ("gppo",),
+}
+
+
+def optimizer_steps(stage: Stage) -> int:
+    """Optimizer steps of a whole stage."""
+    return stage.steps if isinstance(stage, SftStage) else stage.iterations * stage.updates_per_rollout
+
+
+def stage_problems(stage: Stage, path: str) -> Iterator[Problem]:
+    """Every contradiction inside one stage; `path` is its dotted path."""
+    yield from _schedule_problems(stage.schedule, stage.optimizer, optimizer_steps(stage), path)
+    if isinstance(stage, SftStage):
+        if stage.tokens_per_microbatch < stage.max_sample_tokens:
+            yield Problem(
+                f"{path}.tokens_per_microbatch",
+                f"got {stage.tokens_per_microbatch}, but one sample may have max_sample_tokens = "
+                f"{stage.max_sample_tokens} tokens; raise it to {stage.max_sample_tokens} or lower the other",
+            )
+        return
+    yield from _reward_problems(stage, path)
+    yield from _batch_problems(stage, path)
+    yield from _sampling_problems(stage, path)
+    yield from _algorithm_problems(stage.algorithm, f"{path}.algorithm")
+    yield from _curriculum_problems(stage, path)
+    yield from _engine_problems(stage.engine, f"{path}.engine")
+    if stage.eval is not None and not stage.eval.sets:
+        yield Problem(f"{path}.eval.sets", "is empty, name at least one prompt file or set eval to null")
+
+
+def nearest_multiples(value: int, base: int) -> str:
+    """The multiples of `base` around `value`, as text."""
+    below = value // base * base
+    return " or ".join(str(n) for n in (below, below + base) if n)
+
+
+def _schedule_problems(
+    schedule: ScheduleConfig, optimizer: OptimizerConfig, steps: int, path: str
+) -> Iterator[Problem]:
+    if schedule.warmup_steps > steps:
+        yield Problem(
+            f"{path}.schedule.warmup_steps",
+            f"got {schedule.warmup_steps}, but the stage has {steps} optimizer steps; use at most {steps}",
+        )
+    if schedule.min_lr > optimizer.lr:
+        yield Problem(
+            f"{path}.schedule.min_lr", f"got {schedule.min_lr}, must be at most optimizer.lr = {optimizer.lr}"
+        )
+    elif schedule.kind == "constant" and schedule.min_lr:
+        yield Problem(
+            f"{path}.schedule.min_lr",
+            f"got {schedule.min_lr}, which a constant schedule does not use; remove it or set schedule.kind",
+        )
+
+
+def _reward_problems(stage: RlStage, path: str) -> Iterator[Problem]:
+    known = TASK_REWARDS + SHAPING_REWARDS
+    for name in stage.rewards:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; known rewards: {', '.join(known)}"
+            yield Problem(f"{path}.rewards.{name}", f"unknown reward{hint}")
+    if not any(name in TASK_REWARDS for name in stage.rewards):
+        yield Problem(
+            f"{path}.rewards",
+            f"no reward judges the answer; add one of {', '.join(TASK_REWARDS)}, such as math_answer: 1.0",
+        )
+
+
+def _batch_problems(stage: RlStage, path: str) -> Iterator[Problem]:
+    prompts, updates = stage.prompts_per_iteration, stage.updates_per_rollout
+    if prompts % updates:
+        yield Problem(
+            f"{path}.prompts_per_iteration",
+            f"got {prompts}, must be a multiple of updates_per_rollout = {updates}; "
+            f"use {nearest_multiples(prompts, updates)}",
+        )
+    if stage.group_size < 2:
+        yield Problem(
+            f"{path}.group_size",
+            f"got {stage.group_size}, must be at least 2: rollouts are compared with others of their prompt",
+        )
+
+
+def _sampling_problems(stage: RlStage, path: str) -> Iterator[Problem]:
+    sampling = stage.sampling
+    reason = "in training rollouts: log-probs of a truncated distribution are not those of the policy"
+    if sampling.top_p != 1.0:
+        yield Problem(f"{path}.sampling.top_p", f"got {sampling.top_p}, must be 1.0 {reason}")
+    if sampling.top_k != -1:
+        yield Problem(f"{path}.sampling.top_k", f"got {sampling.top_k}, must be -1 {reason}")
+    longest = sampling.max_prompt_tokens + sampling.max_response_tokens
+    if stage.tokens_per_microbatch < longest:
+        yield Problem(
+            f"{path}.tokens_per_microbatch",
+            f"got {stage.tokens_per_microbatch}, but one rollout may have max_prompt_tokens + "
+            f"max_response_tokens = {longest} tokens; raise it to {longest} or lower those",
+        )
+
+
+def _algorithm_problems(algorithm: AlgorithmConfig, path: str) -> Iterator[Problem]:
+    defaults = AlgorithmConfig()
+    for option, users in _SURROGATE_OPTIONS.items():
+        value = getattr(algorithm, option)
+        if algorithm.surrogate not in users and value != getattr(defaults, option):
+            yield Problem(
+                f"{path}.{option}",
+                f"got {value}, but it is not used by surrogate {algorithm.surrogate}, only by "
+                f"{' and '.join(users)}; remove it or change surrogate",
+            )
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
+        yield Problem(f"{path}.dual_clip", f"got {algorithm.dual_clip}, must be above 1; null disables it")
+
+
+def _curriculum_problems(stage: RlStage, path: str) -> Iterator[Problem]:
+    for i, window in enumerate(stage.curriculum):
+        low, high = window.difficulty
+        if low > high:
+            yield Problem(
+                f"{path}.curriculum.{i}.difficulty",
+                f"got [{low:g}, {high:g}], the lower bound must come first",
+            )
+    total = sum(window.iterations for window in stage.curriculum)
+    if stage.curriculum and total != stage.iterations:
+        yield Problem(
+            f"{path}.curriculum",
+            f"its windows last {total} iterations, but the stage has iterations = {stage.iterations}; make them "
+            "equal, or set curriculum to [] to draw from all prompts",
+        )
+
+
+def _engine_problems(engine: EngineConfig, path: str) -> Iterator[Problem]:
+    if engine.port > 65535:
+        yield Problem(f"{path}.port", f"got {engine.port}, must be at most 65535; 0 takes any free one")

@@ -1,0 +1,222 @@
+"""Whether a recipe fits a number of processes and a model, and the numbers that follow from it.
+
+Pure arithmetic and a look at the disk: no torch, no processes. Every violation is reported at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.errors import LayoutError, MegatronRLError, ModelError
+from megatron_rl.model.hf_tables import hf_tensors, padded_vocab
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.recipe.checks import nearest_multiples, optimizer_steps, stage_problems
+from megatron_rl.recipe.load import LoadedRecipe
+from megatron_rl.recipe.problems import Problem, raise_problems
+from megatron_rl.recipe.schema import Recipe
+from megatron_rl.recipe.stages import RlStage, SftStage, Stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedStage:
+    """Numbers of one stage. An iteration of an SFT stage is one optimizer step."""
+
+    kind: str
+    iterations: int
+    optimizer_steps: int
+    samples_per_step: int              # samples or rollouts of one optimizer step, all dp ranks
+    samples_per_step_per_dp: int
+    trajectories_per_iteration: int    # 0 for SFT
+    max_tokens_per_iteration: int      # prompt and response, if every sample is as long as allowed
+    max_tokens_total: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """What follows from a recipe, a world and a model."""
+
+    layout: ParallelLayout
+    spec: ModelSpec
+    num_parameters: int
+    padded_vocab: int                  # embedding rows over all tp ranks
+    layers_per_pp_rank: int
+    stages: tuple[ResolvedStage, ...]
+
+
+def smallest_world(recipe: Recipe) -> int:
+    """Processes of one model replica: tp * pp."""
+    return recipe.layout.tp * recipe.layout.pp
+
+
+def check_recipe(loaded: LoadedRecipe, *, world_size: int, model_spec: ModelSpec | None = None) -> Resolved:
+    """Check everything that can be checked before a process starts, and derive the numbers.
+
+    `model_spec` None reads `model.hf_path`. Raises RecipeError with one line per violation.
+    """
+    recipe = loaded.recipe
+    problems = list(_file_problems(recipe))
+    layout = _layout(recipe, world_size, problems)
+    spec = model_spec or _spec(recipe, problems)
+    for i, stage in enumerate(recipe.stages):
+        path = f"stages.{i}"
+        problems += stage_problems(stage, path)
+        if layout is not None:
+            problems += _dp_problems(stage, path, layout.dp)
+        if spec is not None:
+            problems += _length_problems(stage, path, spec)
+    if spec is not None:
+        problems += _split_problems(recipe, spec)
+    if problems or layout is None or spec is None:
+        raise_problems(loaded.source, problems, loaded.places)
+    return Resolved(
+        layout=layout,
+        spec=spec,
+        num_parameters=sum(math.prod(shape) for shape in hf_tensors(spec).values()),
+        padded_vocab=padded_vocab(spec.vocab_size, layout.tp),
+        layers_per_pp_rank=spec.num_layers // layout.pp,
+        stages=tuple(_resolve_stage(stage, layout.dp) for stage in recipe.stages),
+    )
+
+
+def _layout(recipe: Recipe, world_size: int, problems: list[Problem]) -> ParallelLayout | None:
+    wanted = recipe.layout
+    try:
+        return ParallelLayout.for_world(
+            tp=wanted.tp, pp=wanted.pp, vpp=wanted.vpp, sp=wanted.sp, world_size=world_size
+        )
+    except LayoutError as error:
+        problems.append(_as_problem(error, "layout"))
+        return None
+
+
+def _spec(recipe: Recipe, problems: list[Problem]) -> ModelSpec | None:
+    if not Path(recipe.model.hf_path).is_dir():
+        return None
+    try:
+        return ModelSpec.from_hf(Path(recipe.model.hf_path))
+    except ModelError as error:
+        problems.append(Problem("model.hf_path", str(error)))
+        return None
+
+
+def _file_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Each file or directory that a stage will read and that is not there."""
+    hf_path = Path(recipe.model.hf_path)
+    if not hf_path.is_dir():
+        yield _missing("model.hf_path", hf_path, "directory")
+    for i, stage in enumerate(recipe.stages):
+        if isinstance(stage, SftStage):
+            files = {f"stages.{i}.data": stage.data}
+        else:
+            sets = stage.eval.sets if stage.eval is not None else {}
+            files = {f"stages.{i}.prompts": stage.prompts}
+            files |= {f"stages.{i}.eval.sets.{name}": path for name, path in sets.items()}
+        for dotted, file in files.items():
+            if not Path(file).is_file():
+                yield _missing(dotted, Path(file), "file")
+
+
+def _missing(dotted: str, path: Path, what: str) -> Problem:
+    if path.is_absolute():
+        return Problem(dotted, f"no {what} {path}")
+    return Problem(dotted, f"no {what} {path} in {Path.cwd()}; relative paths start at the current directory")
+
+
+def _split_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
+    """Model sizes that the trainer's or an engine's degrees do not divide."""
+    wanted = recipe.layout
+    # tp and pp apart: each has its own error
+    parts = [ParallelLayout(tp=wanted.tp)]
+    if wanted.pp > 1 or wanted.vpp == 1:
+        parts.append(ParallelLayout(pp=wanted.pp, vpp=wanted.vpp))
+    for part in parts:
+        try:
+            spec.check_layout(part)
+        except LayoutError as error:
+            yield _as_problem(error, "layout")
+    for i, stage in enumerate(recipe.stages):
+        if isinstance(stage, RlStage):
+            try:
+                spec.check_layout(ParallelLayout(tp=stage.engine.tp))
+            except LayoutError as error:
+                yield Problem(f"stages.{i}.engine.tp", _as_problem(error, "layout").text)
+
+
+def _as_problem(error: MegatronRLError, fallback: str) -> Problem:
+    """Errors of the layout start with their own dotted path."""
+    path, colon, text = str(error).partition(": ")
+    return Problem(path, text) if colon and " " not in path else Problem(fallback, str(error))
+
+
+def _dp_problems(stage: Stage, path: str, dp: int) -> Iterator[Problem]:
+    if isinstance(stage, SftStage):
+        if stage.global_batch_size % dp:
+            yield Problem(
+                f"{path}.global_batch_size",
+                f"got {stage.global_batch_size}, must be a multiple of the {dp} data-parallel ranks; "
+                f"use {nearest_multiples(stage.global_batch_size, dp)}",
+            )
+        return
+    samples = _samples_per_step(stage)
+    # prompts that do not split into updates have their own line
+    if stage.prompts_per_iteration % stage.updates_per_rollout == 0 and samples % dp:
+        yield Problem(
+            f"{path}.prompts_per_iteration",
+            f"prompts_per_iteration / updates_per_rollout * group_size = {stage.prompts_per_iteration} / "
+            f"{stage.updates_per_rollout} * {stage.group_size} = {samples} rollouts per optimizer step, "
+            f"must be a multiple of the {dp} data-parallel ranks",
+        )
+
+
+def _length_problems(stage: Stage, path: str, spec: ModelSpec) -> Iterator[Problem]:
+    longest = _longest_sample(stage)
+    if longest <= spec.max_positions:
+        return
+    if isinstance(stage, SftStage):
+        yield Problem(
+            f"{path}.max_sample_tokens",
+            f"got {longest}, but the model has {spec.max_positions} positions; use at most that many",
+        )
+    else:
+        sampling = stage.sampling
+        yield Problem(
+            f"{path}.sampling.max_response_tokens",
+            f"max_prompt_tokens + max_response_tokens = {sampling.max_prompt_tokens} + "
+            f"{sampling.max_response_tokens} = {longest}, but the model has {spec.max_positions} positions; "
+            "lower one of them",
+        )
+
+
+def _samples_per_step(stage: Stage) -> int:
+    if isinstance(stage, SftStage):
+        return stage.global_batch_size
+    return stage.prompts_per_iteration // stage.updates_per_rollout * stage.group_size
+
+
+def _longest_sample(stage: Stage) -> int:
+    if isinstance(stage, SftStage):
+        return stage.max_sample_tokens
+    return stage.sampling.max_prompt_tokens + stage.sampling.max_response_tokens
+
+
+def _resolve_stage(stage: Stage, dp: int) -> ResolvedStage:
+    if isinstance(stage, RlStage):
+        iterations, trajectories = stage.iterations, stage.prompts_per_iteration * stage.group_size
+    else:
+        iterations, trajectories = stage.steps, 0
+    samples = _samples_per_step(stage)
+    tokens = (trajectories or samples) * _longest_sample(stage)
+    return ResolvedStage(
+        kind=stage.kind,
+        iterations=iterations,
+        optimizer_steps=optimizer_steps(stage),
+        samples_per_step=samples,
+        samples_per_step_per_dp=samples // dp,
+        trajectories_per_iteration=trajectories,
+        max_tokens_per_iteration=tokens,
+        max_tokens_total=tokens * iterations,
+    )

@@ -1,0 +1,44 @@
+"""Which directory a run writes to."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from megatron_rl.errors import MegatronRLError
+
+RUNS = Path("runs")
+LOGS = "logs"
+
+
+def choose_run_dir(wanted: Path | None, *, name: str, resume: bool) -> Path:
+    """`wanted`, or a fresh `runs/NAME-YYYYmmdd-HHMMSS`. Creates nothing.
+
+    Raises MegatronRLError for a directory that another run has used, unless `resume`; with `resume` the
+    directory must be there. Logs alone do not count as used: ranks open them before the run begins.
+    """
+    if resume:
+        if wanted is None:
+            raise MegatronRLError("--resume: needs --run-dir DIR, the directory of the run to continue")
+        if not wanted.is_dir():
+            raise MegatronRLError(f"--run-dir {wanted}: no such directory; leave out --resume")
+        return wanted
+    if wanted is None:
+        return _fresh(name)
+    if wanted.exists() and not wanted.is_dir():
+        raise MegatronRLError(f"--run-dir {wanted}: is a file, must be a directory or not exist yet")
+    if wanted.is_dir() and any(entry.name != LOGS for entry in wanted.iterdir()):
+        raise MegatronRLError(
+            f"--run-dir {wanted}: holds an earlier run; add --resume to continue it, or choose another"
+        )
+    return wanted
+
+
+def _fresh(name: str) -> Path:
+    base = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # two runs of one second
+    number, path = 1, base
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
