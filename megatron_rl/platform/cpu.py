@@ -110,6 +110,7 @@ _torch_on_cpu = _TorchOnCpu()
 _LITERAL_CUDA = {
     "megatron.core.pipeline_parallel.schedules": "counter of trained tokens",
     "megatron.core.optimizer.clip_grads": "gradient norm and overflow buffer",
+    "megatron.core.utils": "L2 norm and scaling without Apex",
     "megatron.core.optimizer.optimizer": "found-inf flag and loss scale of bf16 training",
     "megatron.core.optimizer.grad_scaler": "loss scale of fp16 training",
     "megatron.core.dist_checkpointing.exchange_utils": "buffers of parallel checkpoint loading",

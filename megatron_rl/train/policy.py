@@ -50,7 +50,7 @@ class Policy:
         self._device = platform.device()
         self.chunks: list[PolicyGPTModel] = build_model(spec, layout, dtype=self.dtype, spec_kind=config.spec)
         load_hf(self.chunks, spec, layout, hf_path=config.hf_path, tp_rank=self.tp_rank, pp_rank=self.pp_rank)
-        self._ddp_chunks = [self._wrap(chunk.to(self._device)) for chunk in self.chunks]
+        self.ddp_chunks = [self._wrap(chunk.to(self._device)) for chunk in self.chunks]
         self._model_config = self.chunks[0].config
         self._model_config.finalize_model_grads_func = _finalize_without_scaling
         self._optimizer: StageOptimizer | None = None
@@ -65,7 +65,7 @@ class Policy:
     def start_stage(self, optimizer: OptimizerConfig, schedule: ScheduleConfig, *, total_steps: int) -> None:
         """A fresh optimizer for a stage; moments of the stage before are not carried over."""
         self._optimizer = StageOptimizer(
-            self._ddp_chunks, dtype=self.dtype, config=optimizer, schedule=schedule, total_steps=total_steps
+            self.ddp_chunks, dtype=self.dtype, config=optimizer, schedule=schedule, total_steps=total_steps
         )
 
     @property
@@ -85,13 +85,13 @@ class Policy:
         `loss_fn` returns a sum already divided by the global normaliser. Returns the metrics of every micro-batch
         of every dp rank, the same list on every rank.
         """
-        for chunk in self._ddp_chunks:
+        for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
         outputs = self._run_schedule(batches, partial(self._loss, loss_fn, temperature), forward_only=False)
         # only tp rank 0 of the last stage reports: the others hold copies or nothing
         mine = outputs if self.tp_rank == 0 else []
-        host = [[metric.to_host() for metric in metrics] for metrics in mine]
+        host = [[metric.on_host() for metric in metrics] for metrics in mine]
         return [metrics for rank in all_gather_object(host) for metrics in rank]
 
     def optimizer_step(self) -> StepStats:
@@ -123,14 +123,14 @@ class Policy:
 
     def _run_schedule(self, batches: Sequence[PackedBatch], loss: Callable[..., Any], *, forward_only: bool) -> list:
         batches = [batch.to(self._device) for batch in batches]
-        iterators: list[Iterator[PackedBatch]] = [iter(batches) for _ in self._ddp_chunks]
-        single = len(self._ddp_chunks) == 1
-        for chunk in self._ddp_chunks:
+        iterators: list[Iterator[PackedBatch]] = [iter(batches) for _ in self.ddp_chunks]
+        single = len(self.ddp_chunks) == 1
+        for chunk in self.ddp_chunks:
             chunk.train(not forward_only)
         return get_forward_backward_func()(
             forward_step_func=partial(_forward_step, loss),
             data_iterator=iterators[0] if single else iterators,
-            model=self._ddp_chunks[0] if single else self._ddp_chunks,
+            model=self.ddp_chunks[0] if single else self.ddp_chunks,
             num_microbatches=len(batches),
             seq_length=max(batch.num_tokens for batch in batches),
             micro_batch_size=1,

@@ -1,0 +1,92 @@
+"""From prompts to graded groups, the one path for training rollouts and evaluation alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_rl.rewards.combine import RewardModel
+from megatron_rl.rewards.protocol import RewardInput
+from megatron_rl.rollout.engine import GenerateRequest, RolloutEngine
+
+Span = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """How to sample: `samples` completions per prompt, the seed of each a function of prompt id and sample index."""
+
+    samples: int
+    seed: Callable[[str, int], int]
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+class Collector:
+    """Engine, tokenizer and graders together; lives on the driving rank alone."""
+
+    def __init__(
+        self, engine: RolloutEngine, grader: RewardModel, tokenizer: Tokenizer, *, stop_token_ids: Sequence[int]
+    ) -> None:
+        self._engine, self._grader, self._tokenizer = engine, grader, tokenizer
+        self._stop_token_ids = tuple(stop_token_ids)
+
+    def collect(
+        self, prompts: Sequence[Prompt], token_ids: Mapping[str, Sequence[int]], draw: Draw, *, span: Span
+    ) -> list[RolloutGroup]:
+        """One group per prompt, in order. `token_ids` holds the rendered ids by prompt id.
+
+        Time goes to the spans `generate` and `reward`.
+        """
+        requests = [
+            self._request(prompt, token_ids[prompt.id], index, draw)
+            for prompt in prompts
+            for index in range(draw.samples)
+        ]
+        with span("generate"):
+            completions = self._engine.generate(requests)
+        with span("reward"):
+            texts = [self._response_text(completion) for completion in completions]
+            rewards = self._grader.grade(
+                [
+                    RewardInput(answer=prompts[i // draw.samples].answer, text=text, finish=completion.finish)
+                    for i, (text, completion) in enumerate(zip(texts, completions, strict=True))
+                ]
+            )
+        rollouts = [
+            Rollout(
+                prompt=prompts[i // draw.samples],
+                prompt_token_ids=requests[i].prompt_token_ids,
+                sample_index=i % draw.samples,
+                completion=completion,
+                text=texts[i],
+                reward=rewards[i],
+            )
+            for i, completion in enumerate(completions)
+        ]
+        return [
+            RolloutGroup(prompt=prompt, rollouts=rollouts[i * draw.samples : (i + 1) * draw.samples])
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def _request(self, prompt: Prompt, ids: Sequence[int], index: int, draw: Draw) -> GenerateRequest:
+        return GenerateRequest(
+            prompt_token_ids=ids,
+            seed=draw.seed(prompt.id, index),
+            max_tokens=draw.max_tokens,
+            temperature=draw.temperature,
+            top_p=draw.top_p,
+            top_k=draw.top_k,
+            stop_token_ids=self._stop_token_ids,
+        )
+
+    def _response_text(self, completion: Completion) -> str:
+        ids = list(completion.token_ids)
+        if ids and ids[-1] in self._stop_token_ids and not completion.finish.is_truncated():
+            ids.pop()  # the end token is trained on, but it is no part of the answer
+        return self._tokenizer.decode(ids)

@@ -1,0 +1,43 @@
+"""The RL loop: generate, grade, train, transfer."""
+
+from __future__ import annotations
+
+from megatron_rl.recipe.stages import RlStage
+from megatron_rl.train.context import Progress, RunContext
+from megatron_rl.train.metrics import Meter
+from megatron_rl.train.rl_metrics import iteration_metrics
+from megatron_rl.train.rl_session import RlSession
+from megatron_rl.train.updates import add_old_logprobs, apply_update, informative_groups, plan_updates
+
+
+def run_rl(stage: RlStage, progress: Progress, run: RunContext) -> None:
+    """Maximise E[ sum_t f(r_t, A) / N ] with r_t = exp(log-prob now - log-prob before the iteration's updates).
+
+    Three policies meet: the rollout policy (the engine, at the weights of the last transfer), the old policy (this
+    trainer before the updates; its log-probs are recomputed here) and the current one. f is the recipe's surrogate,
+    A the group advantage, N one global count of trained tokens or sequences per optimizer step.
+    """
+    policy, temperature = run.policy, stage.sampling.temperature
+    run.start_stage(stage, progress, total_steps=stage.iterations * stage.updates_per_rollout)
+    with RlSession(stage, progress, run) as session:
+        for iteration in range(progress.step, stage.iterations):
+            session.evaluate_if_due(iteration)
+            meter = Meter()
+
+            groups = session.collect(iteration, meter)
+            kept = informative_groups(groups, drop_zero_advantage=stage.algorithm.drop_zero_advantage)
+            updates = plan_updates(kept, stage, run.layout, dp_rank=policy.dp_rank)
+
+            # old log-probs of every update come before the first one changes the weights
+            with meter.span("logprob"):
+                updates = [add_old_logprobs(policy, update, temperature=temperature) for update in updates]
+            with meter.span("train"):
+                steps = [apply_update(policy, update, stage) for update in updates]
+            with meter.span("sync"):
+                transfer = session.push_weights()
+
+            metrics = iteration_metrics(groups, kept, updates, steps) | transfer
+            session.record(iteration, groups)
+            progress = progress.advanced(iteration + 1, sampler=session.sampler_state())
+            run.finish_step(progress, metrics | meter.metrics(tokens=session.tokens(groups)), total=stage.iterations)
+        session.evaluate(stage.iterations)

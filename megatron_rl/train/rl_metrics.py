@@ -1,0 +1,59 @@
+"""Numbers of one RL iteration, by the names that the run directory promises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+import torch
+
+from megatron_rl.algo.losses import mismatch_metrics
+from megatron_rl.algo.metric import Metric
+from megatron_rl.data.types import RolloutGroup, Verdict
+from megatron_rl.parallel.collectives import all_gather_object
+from megatron_rl.train.metrics import merge
+from megatron_rl.train.updates import Update, logprob_gaps
+
+
+def iteration_metrics(
+    groups: Sequence[RolloutGroup],
+    kept: Sequence[RolloutGroup],
+    updates: Sequence[Update],
+    steps: Sequence[Sequence[Sequence[Metric]]],
+) -> dict[str, float]:
+    """Rollouts, rewards, losses and the gap between engine and trainer. Collective (the gap is gathered)."""
+    # tp and pp ranks hold copies of the same tokens; a percentile does not mind equal copies
+    gaps = torch.cat(all_gather_object(logprob_gaps(updates)))
+    losses = merge([metrics for step in steps for metrics in step])
+    if steps and "policy/loss" in losses:
+        # a sum over micro-batches is the loss of a step; over several steps their mean is wanted
+        losses["policy/loss"] /= len(steps)
+    return {
+        **rollout_metrics(groups, kept),
+        **losses,
+        **merge([mismatch_metrics(gaps)]),
+        "policy/updates": float(len(steps)),
+    }
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], kept: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Rewards and lengths over all rollouts, before any group was dropped."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scores = [rollout.reward.score for rollout in rollouts]
+    lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
+    verdicts = Counter(rollout.reward.verdict for rollout in rollouts)
+    metrics = {
+        "reward/mean": fmean(scores),
+        "reward/std": pstdev(scores),
+        "reward/zero_advantage_frac": 1.0 - len(kept) / len(groups),
+        "rollout/tokens": float(sum(lengths)),
+        "rollout/response_tokens_mean": fmean(lengths),
+        "rollout/truncated_frac": fmean(rollout.completion.finish.is_truncated() for rollout in rollouts),
+        "rollout/weight_version": float(min(rollout.completion.weight_version for rollout in rollouts)),
+    }
+    for verdict in Verdict:
+        metrics[f"reward/{verdict.value}_frac"] = verdicts[verdict] / len(rollouts)
+    for part in rollouts[0].reward.parts:
+        metrics[f"reward/{part}"] = fmean(rollout.reward.parts[part] for rollout in rollouts)
+    return metrics

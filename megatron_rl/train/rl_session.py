@@ -1,0 +1,164 @@
+"""Everything an RL stage holds open: engines, graders, prompts, weight transfer. Closed on every way out.
+
+The driving rank (0) owns engines, graders and prompts; the other ranks take part in what is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from megatron_rl.data.chat import render_prompt, stop_token_ids
+from megatron_rl.data.curriculum import CurriculumSampler
+from megatron_rl.data.prompts import PromptSet, load_prompts
+from megatron_rl.data.seeds import derive_seed
+from megatron_rl.data.types import RolloutGroup
+from megatron_rl.parallel.collectives import broadcast_object
+from megatron_rl.recipe.stages import RlStage
+from megatron_rl.rewards.combine import RewardModel
+from megatron_rl.rollout.collect import Collector, Draw
+from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.rollout.weight_sync import WeightSync
+from megatron_rl.train.context import Progress, RunContext
+from megatron_rl.train.evaluate import evaluate
+from megatron_rl.train.metrics import Meter
+from megatron_rl.train.parity import ParityProbe
+from megatron_rl.train.summary import EvalResult
+
+
+class RlSession:
+    """A context manager: entering starts the engines and gives them the weights; leaving stops every process."""
+
+    def __init__(self, stage: RlStage, progress: Progress, run: RunContext) -> None:
+        self._stage, self._run, self._stage_index = stage, run, progress.stage
+        self._closing = ExitStack()
+        self._evaluated_at = -1
+        if run.is_driver:
+            self._load_prompts(progress)
+
+    def __enter__(self) -> RlSession:
+        with ExitStack() as opening:
+            self._start(opening)
+            self._closing = opening.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.close()
+
+    def _load_prompts(self, progress: Progress) -> None:
+        """Read training and evaluation prompts; driving rank only. Raises DataError for what cannot be used."""
+        stage, run = self._stage, self._run
+        load = partial(
+            load_prompts,
+            render=partial(render_prompt, run.tokenizer),
+            max_prompt_tokens=stage.sampling.max_prompt_tokens,
+        )
+        self._prompts: PromptSet = load(stage.prompts)
+        self._eval_sets = {name: load(path) for name, path in stage.eval.sets.items()} if stage.eval else {}
+        run.reporter.say(f"prompts: {self._prompts.summary()}")
+        self._sampler = CurriculumSampler(
+            self._prompts.prompts,
+            stage.curriculum,
+            derive_seed(run.recipe.run.seed, self._stage_index, "prompts"),
+            iterations=stage.iterations,
+        )
+        if progress.sampler:
+            self._sampler.load_state_dict(progress.sampler)
+
+    def _start(self, opening: ExitStack) -> None:
+        stage, run = self._stage, self._run
+        engine = None
+        if run.is_driver:
+            run.reporter.say(f"starting {stage.engine.replicas} vllm engine(s) of {stage.engine.tp} worker(s)")
+            grader = RewardModel(stage.rewards, workers=stage.grader.workers, timeout_s=stage.grader.timeout_s)
+            opening.callback(grader.close)
+            engine = VllmEngine.start(
+                stage.engine,
+                hf_path=run.recipe.model.hf_path,
+                dtype=run.recipe.model.dtype,
+                spec=run.spec,
+                max_model_len=stage.sampling.max_prompt_tokens + stage.sampling.max_response_tokens,
+                seed=run.recipe.run.seed,
+                log_dir=run.run_dir / "logs",
+            )
+            opening.callback(engine.close)
+            self._collector = Collector(
+                engine, grader, run.tokenizer, stop_token_ids=stop_token_ids(run.tokenizer)
+            )
+        self._sync = WeightSync(
+            run.policy.named_params,
+            spec=run.spec,
+            layout=run.layout,
+            rank=run.rank,
+            engine=engine,
+            config=stage.engine,
+            dtype=run.policy.dtype,
+        )
+        run.reporter.plan(self._sync.plan)
+        probe = self._prompts.token_ids[self._prompts.prompts[0].id] if run.is_driver else ()
+        self._parity = ParityProbe(
+            run, engine, token_ids=broadcast_object(probe, src=0), bound=stage.engine.parity_bound
+        )
+        self.push_weights()
+
+    def push_weights(self) -> dict[str, float]:
+        """Transfer the current weights, then compare both sides' log-probs of a fixed prompt. Collective."""
+        version = self._run.policy.optimizer.num_steps
+        transfer = self._sync.push(version)
+        return {
+            "sync/bytes": float(transfer.bytes),
+            "sync/transfer_s": transfer.seconds,
+            "sync/parity_max": self._parity.check(version),
+        }
+
+    def collect(self, iteration: int, meter: Meter) -> list[RolloutGroup]:
+        """Draw prompts, sample, grade; the same groups on every rank. Collective."""
+        groups: list[RolloutGroup] = []
+        if self._run.is_driver:
+            sampling = self._stage.sampling
+            draw = Draw(
+                samples=self._stage.group_size,
+                seed=partial(derive_seed, self._run.recipe.run.seed, self._stage_index, iteration),
+                max_tokens=sampling.max_response_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+            )
+            prompts = self._sampler.take(iteration, self._stage.prompts_per_iteration)
+            groups = self._collector.collect(prompts, self._prompts.token_ids, draw, span=meter.span)
+        return broadcast_object(groups, src=0)
+
+    def record(self, iteration: int, groups: Sequence[RolloutGroup]) -> None:
+        """Write the rollouts of the iteration to the run directory."""
+        self._run.reporter.rollouts(iteration, groups)
+
+    def sampler_state(self) -> Mapping[str, Any]:
+        """Prompt cursors, for the checkpoint; empty on ranks that hold no prompts."""
+        return self._sampler.state_dict() if self._run.is_driver else {}
+
+    def evaluate_if_due(self, iteration: int) -> None:
+        """Evaluate before iteration 0 and then every `eval.every` iterations."""
+        if self._stage.eval and iteration % self._stage.eval.every == 0:
+            self.evaluate(iteration)
+
+    def evaluate(self, iteration: int) -> None:
+        """avg@k of every evaluation set with the weights as they are; once per iteration number."""
+        config = self._stage.eval
+        if config is None or not self._run.is_driver or iteration == self._evaluated_at:
+            return
+        self._evaluated_at = iteration
+        results: list[EvalResult] = evaluate(
+            self._collector,
+            self._eval_sets,
+            config,
+            max_tokens=self._stage.sampling.max_response_tokens,
+            run_seed=self._run.recipe.run.seed,
+            iteration=iteration,
+            weight_version=self._run.policy.optimizer.num_steps,
+        )
+        self._run.reporter.evaluation(results)

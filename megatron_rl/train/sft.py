@@ -1,0 +1,37 @@
+"""The SFT loop."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron_rl.algo.aggregate import normaliser
+from megatron_rl.algo.losses import sft_loss
+from megatron_rl.data.sft_data import load_sft
+from megatron_rl.recipe.stages import SftStage
+from megatron_rl.train.batches import local_batches
+from megatron_rl.train.context import Progress, RunContext
+from megatron_rl.train.metrics import Meter, merge
+
+
+def run_sft(stage: SftStage, progress: Progress, run: RunContext) -> None:
+    """Minimise the mean negative log-likelihood of assistant tokens, mean over the whole global batch.
+
+    Every rank reads the same samples and keeps its dp share, so the normaliser needs no communication.
+    """
+    policy = run.policy
+    data = load_sft(stage.data, tokenizer=run.tokenizer, max_sample_tokens=stage.max_sample_tokens, seed=run.seed)
+    run.say(f"sft: {data.summary()}")
+    run.start_stage(stage, progress, total_steps=stage.steps)
+    for step in range(progress.step, stage.steps):
+        meter = Meter()
+        samples = data.batch(step, stage.global_batch_size)
+        batches = local_batches(
+            samples, run.layout, dp_rank=policy.dp_rank, tokens_per_microbatch=stage.tokens_per_microbatch
+        )
+        with meter.span("train"):
+            loss_fn = partial(sft_loss, normaliser=normaliser(samples, "token_mean"))
+            metrics = merge(policy.forward_backward(batches, loss_fn))
+            stats = policy.optimizer_step()
+        tokens = sum(sample.packed_length for sample in samples)
+        metrics |= {"sft/grad_norm": stats.grad_norm, "optim/lr": stats.lr, "sft/tokens": float(tokens)}
+        run.finish_step(progress.advanced(step + 1), metrics | meter.metrics(tokens=tokens), total=stage.steps)

@@ -1,0 +1,124 @@
+"""The same global batch gives the same loss and gradients however it is spread over ranks and micro-batches."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.models import make_tiny_hf
+
+# (tp, pp, vpp, sp, dp) and the packed tokens per micro-batch: 400 holds the whole batch, 40 about two samples
+ONE_BY_ONE = 1
+LAYOUTS = {
+    1: [((1, 1, 1, False), 400), ((1, 1, 1, False), 90), ((1, 1, 1, False), 40), ((1, 1, 1, False), ONE_BY_ONE)],
+    2: [
+        ((2, 1, 1, False), 400), ((2, 1, 1, True), 90), ((1, 2, 1, False), 90), ((1, 2, 2, False), 90),
+        ((1, 1, 1, False), 90), ((1, 1, 1, False), ONE_BY_ONE),
+    ],
+    4: [((2, 2, 1, True), 90), ((2, 1, 1, True), 60), ((1, 2, 1, False), 60), ((4, 1, 1, False), 90)],
+}
+
+
+def _samples(vocab_size: int):
+    from megatron_rl.data.types import TrainSample
+
+    rng = random.Random(0)
+    samples = []
+    for index in range(10):
+        length = rng.randint(5, 32)
+        prompt = rng.randint(1, length - 2)
+        samples.append(
+            TrainSample(
+                token_ids=[rng.randrange(vocab_size) for _ in range(length)],
+                loss_mask=[False] * prompt + [True] * (length - prompt),
+                rollout_logprobs=[0.0] * prompt + [-2.0 * rng.random() - 3.0 for _ in range(length - prompt)],
+                advantage=rng.uniform(-1.5, 1.5),
+                is_positive=rng.random() < 0.5,
+                sample_id=str(index),
+            )
+        )
+    return samples
+
+
+def _measure(rank: int, world_size: int, hf_path: str, cases) -> list[dict[str, float]]:
+    """Loss and gradient norm of SFT and of GPPO for every case; runs on every rank."""
+    import os
+
+    import torch
+
+    from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups
+    from megatron_rl.parallel.layout import ParallelLayout
+
+    torch.set_num_threads(1)
+    results = []
+    for number, ((tp, pp, vpp, sp), tokens) in enumerate(cases):
+        layout = ParallelLayout.for_world(tp=tp, pp=pp, vpp=vpp, sp=sp, world_size=world_size)
+        init_process_groups(
+            layout, rank=rank, world_size=world_size, master_addr="127.0.0.1",
+            master_port=int(os.environ["MASTER_PORT"]) + number, timeout_s=60,
+        )
+        results.append(_one_case(hf_path, layout, rank, tokens))
+        destroy_process_groups()
+    return results
+
+
+def _one_case(hf_path: str, layout, rank: int, tokens: int) -> dict[str, float]:
+    from megatron_rl.algo.aggregate import normaliser, positive_normaliser
+    from megatron_rl.algo.losses import policy_loss, sft_loss
+    from megatron_rl.algo.surrogates import gppo
+    from megatron_rl.data.pack import pack_microbatch, with_old_logprobs
+    from megatron_rl.model.spec import ModelSpec
+    from megatron_rl.recipe.schema import ModelConfig
+    from megatron_rl.recipe.stages import OptimizerConfig, ScheduleConfig
+    from megatron_rl.train.batches import local_batches
+    from megatron_rl.train.metrics import merge
+    from megatron_rl.train.policy import Policy
+
+    spec = ModelSpec.from_hf(hf_path)
+    policy = Policy(ModelConfig(hf_path=hf_path, dtype="float32", spec="local"), spec, layout, rank=rank)
+    policy.start_stage(OptimizerConfig(lr=1e-2), ScheduleConfig(), total_steps=10)
+    samples = _samples(spec.vocab_size)
+    if tokens == ONE_BY_ONE:
+        mine = [i for i in range(len(samples)) if i % layout.dp == policy.dp_rank]
+        batches = [pack_microbatch(samples, [i]) for i in mine]
+    else:
+        batches = local_batches(samples, layout, dp_rank=policy.dp_rank, tokens_per_microbatch=tokens)
+    loss = partial(sft_loss, normaliser=normaliser(samples, "token_mean"))
+    sft = merge(policy.forward_backward(batches, loss))
+    # the first step moves the weights, so that the ratios of the second are not all 1
+    old = policy.logprobs(batches, temperature=0.8)
+    sft_norm = policy.optimizer_step().grad_norm
+    batches = [with_old_logprobs(batch, values) for batch, values in zip(batches, old, strict=True)]
+    loss = partial(
+        policy_loss, surrogate=gppo(0.2, 0.28), aggregate="sequence_mean",
+        normaliser=normaliser(samples, "sequence_mean"), sft_on_positives=0.1,
+        positive_normaliser=positive_normaliser(samples),
+    )
+    rl = merge(policy.forward_backward(batches, loss, temperature=0.8))
+    return {
+        "sft loss": sft["sft/loss"], "sft norm": sft_norm, "rl loss": rl["policy/loss"],
+        "rl norm": policy.optimizer_step().grad_norm, "rl entropy": rl["policy/entropy"],
+        "rl clipped": rl["policy/clip_high_frac"] + rl["policy/clip_low_frac"],
+    }
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_loss_and_gradient_norm_do_not_depend_on_layout_or_micro_batches(tmp_path: Path, tied: bool) -> None:
+    hf_path = str(make_tiny_hf(tmp_path / "hf", family="qwen2", tied=tied, num_layers=4, heads=4, kv_heads=2))
+    measured = {}
+    for world_size, cases in LAYOUTS.items():
+        ranks = run_distributed(_measure, world_size, hf_path, cases, timeout_s=180)
+        for number, case in enumerate(cases):
+            # every rank reports the same numbers, bit for bit
+            assert all(rank[number] == ranks[0][number] for rank in ranks), (world_size, case)
+            measured[world_size, case] = ranks[0][number]
+    reference = measured[1, LAYOUTS[1][0]]
+    assert 0.0 < reference["rl clipped"] < 1.0, "the ratios must reach the clip for this test to mean anything"
+    for case, got in measured.items():
+        for name, want in reference.items():
+            tolerance = 1e-5 if "norm" in name else 1e-6
+            assert got[name] == pytest.approx(want, rel=tolerance, abs=1e-9), (case, name)
