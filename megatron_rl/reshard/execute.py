@@ -154,7 +154,7 @@ def _local_piece(transfer: Transfer, shape: tuple[int, ...], params: Params) -> 
 def _digest(plan: ReshardPlan, payload: Tensor, version: int) -> bytes:
     state = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=bytes.fromhex(plan.digest()))
     state.update(struct.pack("<q", version))
-    state.update(memoryview(payload.numpy()))
+    state.update(payload.numpy().data)
     return state.digest()
 
 

@@ -113,12 +113,10 @@ class ReshardPlan:
     def explain(self) -> str:
         """A short table for a person: totals, then bytes per trainer rank and per worker."""
         facts = self.summary()
-        src = self.source
         lines = [
-            f"reshard plan: tp={src.tp} pp={src.pp} vpp={src.vpp} dp={src.dp} "
-            f"-> {self.replicas} engine(s) of tp={self.target_tp}",
-            f"  transfers {facts['transfers']:,} | moved {_mib(facts['bytes_moved'])} | model "
-            f"{_mib(facts['model_bytes'])} | a broadcast would move {_mib(facts['broadcast_bytes'])}",
+            f"reshard plan: {self.source} -> {self.replicas} engine(s) of tp={self.target_tp}",
+            f"  {facts['transfers']:,} transfers, {_mib(facts['bytes_moved'])}",
+            f"  model {_mib(facts['model_bytes'])}, a broadcast would move {_mib(facts['broadcast_bytes'])}",
             f"  busiest sender / mean {facts['send_imbalance']:.2f}",
         ]
         for title, sizes in (("trainer rank sends", facts["sent_bytes"]), ("worker receives", facts["received_bytes"])):

@@ -5,6 +5,7 @@ Trainer ranks are 0 .. T-1, workers T .. T+N-1. torch only: the trainer never im
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Protocol
 
@@ -100,9 +101,8 @@ def make_group(
         if store is None:
             store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
         options = ProcessGroupGloo._Options()
-        # the default device resolves the host name, which on many laptops and containers is not reachable
-        device = ProcessGroupGloo.create_device(hostname=host) if host == LOOPBACK else \
-            ProcessGroupGloo.create_default_device()
+        # gloo's default device resolves the host name, which on many laptops and containers leads nowhere
+        device = ProcessGroupGloo.create_device(hostname=_own_address(host, port))
         options._devices, options._timeout, options._threads = [device], timeout, 2
         group = ProcessGroupGloo(PrefixStore("weights", store), rank, world, options)
     except RuntimeError as error:
@@ -111,6 +111,16 @@ def make_group(
             f"{timeout_s:.0f} s: {_first_line(error)}"
         ) from error
     return GlooGroup(group, store, rank, timeout)
+
+
+def _own_address(host: str, port: int) -> str:
+    """The local address from which `host` is reached; connecting a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))
+        except OSError as error:
+            raise ReshardError(f"weight transfer: no route to {host}:{port}: {error}") from error
+        return str(probe.getsockname()[0])
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,126 @@
+"""One engine process seen from its owner: start, ask, notice its death, stop. Does not import vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.rollout.wire import Message, WireClosed, WireTimeout, recv_message, send_message
+
+_LOG_TAIL_LINES = 12
+_STOP_GRACE_S = 5.0
+
+
+class EngineProcess:
+    """Owns the process group of one replica. Commands go one at a time; every wait is bounded."""
+
+    def __init__(self, replica: int, log_path: Path) -> None:
+        self.replica, self.log_path = replica, log_path
+        self._lock = threading.Lock()
+        self._next_id = 0
+        self._broken: str | None = None
+        self._sock, theirs = socket.socketpair()
+        self._life, their_life = socket.socketpair()
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        fds = (theirs.fileno(), their_life.fileno())
+        with open(log_path, "wb") as log, theirs, their_life:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.rollout.vllm_worker", "--fd", str(fds[0]), "--life-fd", str(fds[1])],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=fds,
+                start_new_session=True,  # its process group is its own: nobody else dies with it
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def name(self) -> str:
+        return f"engine replica {self.replica} (pid {self.pid})"
+
+    def start(self, message: Message, *, timeout_s: float) -> Message:
+        """Send the start message and wait for `ready`. Raises EngineError with the end of the log."""
+        answer = self._exchange(message, timeout_s=timeout_s, doing="starting")
+        ready: Message = answer["ready"]
+        return ready
+
+    def ask(self, cmd: str, *, timeout_s: float, **fields: Any) -> Any:
+        """One command and its result. Raises ReshardError or EngineError as the engine says, EngineError if it died."""
+        return self._exchange({"cmd": cmd, **fields}, timeout_s=timeout_s, doing=cmd)["result"]
+
+    def close(self) -> None:
+        """Shutdown, then SIGTERM, then SIGKILL of its own process group. Safe to call twice."""
+        if self._process.poll() is None and self._broken is None:
+            with contextlib.suppress(EngineError, ReshardError):
+                self._exchange({"cmd": "shutdown"}, timeout_s=_STOP_GRACE_S, doing="shutdown")
+                self._wait(_STOP_GRACE_S)
+        if self._process.poll() is None:
+            self._signal(signal.SIGTERM)
+            self._wait(_STOP_GRACE_S)
+        # always: workers of a leader that is gone are still in its group
+        self._signal(signal.SIGKILL)
+        self._wait(_STOP_GRACE_S)
+        self._sock.close()
+        self._life.close()
+
+    def _exchange(self, message: Message, *, timeout_s: float, doing: str) -> Message:
+        deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            raise EngineError(f"{self.name}: still busy with another command after {timeout_s:.0f} s ({doing})")
+        try:
+            if self._broken is not None:
+                raise EngineError(self._broken)
+            answer = self._round_trip(message, deadline=deadline, timeout_s=timeout_s, doing=doing)
+        finally:
+            self._lock.release()
+        if error := answer.get("error"):
+            if error["kind"] == "reshard":
+                raise ReshardError(f"{self.name}: {error['message']}")
+            tail = self._log_tail() if error["kind"] == "start" else f"log {self.log_path}"
+            raise EngineError(f"{self.name}: {doing} failed: {error['message']}; {tail}")
+        return answer
+
+    def _round_trip(self, message: Message, *, deadline: float, timeout_s: float, doing: str) -> Message:
+        self._next_id += 1
+        try:
+            send_message(self._sock, {"id": self._next_id, **message})
+            return recv_message(self._sock, timeout_s=max(0.0, deadline - time.monotonic()))
+        except WireTimeout as error:
+            self._broken = f"{self.name}: did not answer within {timeout_s:.0f} s while {doing}; {self._log_tail()}"
+            raise EngineError(self._broken) from error
+        except WireClosed as error:
+            self._wait(2.0)
+            self._broken = f"{self.name}: died ({self._exit_status()}) while {doing}; {self._log_tail()}"
+            raise EngineError(self._broken) from error
+
+    def _exit_status(self) -> str:
+        code = self._process.poll()
+        if code is None:
+            return "connection closed, process still running"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _log_tail(self) -> str:
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except OSError as error:
+            return f"log {self.log_path} cannot be read: {error}"
+        tail = "\n".join("    " + line[:300] for line in lines[-_LOG_TAIL_LINES:])
+        return f"log {self.log_path} ends with\n{tail}"
+
+    def _signal(self, number: signal.Signals) -> None:
+        # the group may outlive its leader but never its last member
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)

@@ -1,0 +1,197 @@
+"""`RolloutEngine` over vLLM replicas in their own processes, driven by trainer rank 0. Does not import vLLM."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from megatron_rl.data.types import Completion, Finish
+from megatron_rl.errors import EngineError
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.recipe.stages import EngineConfig
+from megatron_rl.reshard.plan import ReshardPlan
+from megatron_rl.reshard.tables import check_target
+from megatron_rl.rollout.engine import GenerateRequest
+from megatron_rl.rollout.engine_process import EngineProcess
+
+_ACK_SLACK_S = 30.0  # beyond the transfer's own time-out, for its error to travel back
+
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """Replicas behind one door. Use `start`, and `close` (or a `with` block) whatever happens."""
+
+    def __init__(self, config: EngineConfig, *, spec: ModelSpec, max_model_len: int) -> None:
+        self._config, self._spec, self._max_model_len = config, spec, max_model_len
+        self._replicas: list[EngineProcess] = []
+        self._threads = ThreadPoolExecutor(max_workers=config.replicas, thread_name_prefix="engine")
+        self._weight_version = -1
+        self.versions: dict[str, Any] = {}  # of vllm and torch, and seconds of the start, as replica 0 said
+
+    @classmethod
+    def start(
+        cls, config: EngineConfig, *, hf_path: str | Path, dtype: str, spec: ModelSpec, max_model_len: int,
+        seed: int, log_dir: str | Path, threads: int = 1,
+    ) -> VllmEngine:
+        """Start every replica at once and wait until all are ready.
+
+        `dtype` is `float32` or `bfloat16`, `max_model_len` the tokens of prompt plus response, `threads` the CPU
+        threads of one worker. Raises EngineError naming the replica, its exit code and the end of its log, or the
+        configured port if it is taken; LayoutError if the model does not fit `engine.tp`.
+        """
+        check_target(spec, tp=config.tp)
+        if max_model_len > spec.max_positions:
+            raise EngineError(
+                f"engine: prompts plus responses of {max_model_len} tokens, but the model has {spec.max_positions} "
+                f"positions; lower sampling.max_prompt_tokens or sampling.max_response_tokens"
+            )
+        _check_port_free(config.port)
+        engine = cls(config, spec=spec, max_model_len=max_model_len)
+        message = {
+            "hf_path": str(hf_path), "dtype": dtype, "tp": config.tp, "seed": seed, "threads": threads,
+            "max_model_len": max_model_len, "max_concurrent": config.max_concurrent,
+            "kv_cache_gib": config.kv_cache_gib, "gpu_memory_fraction": config.gpu_memory_fraction,
+        }
+        try:
+            for index in range(config.replicas):
+                engine._replicas.append(EngineProcess(index, Path(log_dir) / f"engine_{index}.log"))
+            ready = engine._all(lambda replica: replica.start(message, timeout_s=config.start_timeout_s))
+        except BaseException:
+            engine.close()
+            raise
+        engine.versions = ready[0]
+        return engine
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def weight_version(self) -> int:
+        """Version that every replica confirmed after the last finished transfer; -1: the weights of the HF directory."""
+        return self._weight_version
+
+    @property
+    def pids(self) -> list[int]:
+        """Leaders of the replicas' process groups."""
+        return [replica.pid for replica in self._replicas]
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Completions in the order of `requests`, spread over the replicas in blocks so that groups stay together.
+
+        Raises EngineError naming the replica that died, timed out or is stale, or the request that does not fit.
+        """
+        for i, request in enumerate(requests):
+            self._check_fits(f"request {i}", len(request.prompt_token_ids), request.max_tokens)
+        share = -(-len(requests) // len(self._replicas))
+        blocks = [requests[i:i + share] for i in range(0, len(requests), share)] if requests else []
+        answers = self._together([
+            self._threads.submit(self._generate_on, replica, block)
+            for replica, block in zip(self._replicas, blocks, strict=False)
+        ])
+        return [completion for block in answers for completion in block]
+
+    def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        """Log-probabilities of `token_ids[1:]` at `temperature` by replica 0; [L - 1].
+
+        A temperature other than 1 fetches whole rows of the vocabulary: keep it to short probes.
+        """
+        self._check_fits("score", len(token_ids), 1)
+        scores: list[float] = self._replicas[0].ask(
+            "score", timeout_s=self._config.request_timeout_s, token_ids=list(token_ids), temperature=temperature,
+            weight_version=self._weight_version,
+        )
+        return scores
+
+    def status(self) -> list[dict[str, Any]]:
+        """Of each replica: `weight_version` and `stale` (None, or why it refuses to generate)."""
+        return self._all(lambda replica: replica.ask("status", timeout_s=self._config.request_timeout_s))
+
+    def begin_join(self, plan: ReshardPlan, *, host: str, port: int, timeout_s: float, canary: bool) -> Future[Any]:
+        """Ask every worker to join the transfer group; the trainer ranks must join while the future is pending."""
+        def join(replica: EngineProcess) -> None:
+            replica.ask("init_transfer", timeout_s=timeout_s + _ACK_SLACK_S, init_info={
+                "host": host, "port": port, "timeout_s": timeout_s, "first_worker": replica.replica * self._config.tp,
+                "plan": plan.inputs(), "plan_digest": plan.digest(), "canary": canary,
+            })
+        return self._in_background(join)
+
+    def begin_update(self, version: int, *, timeout_s: float) -> Future[Any]:
+        """Ask every worker to receive; the future ends when all bytes of all workers are verified and staged."""
+        return self._in_background(lambda replica: replica.ask(
+            "receive", timeout_s=timeout_s + _ACK_SLACK_S, weight_version=version))
+
+    def finish_update(self, version: int) -> None:
+        """Load what is staged, everywhere. Afterwards `weight_version` is `version`."""
+        self._all(lambda replica: replica.ask(
+            "commit", timeout_s=self._config.request_timeout_s, weight_version=version))
+        self._weight_version = version
+
+    def abandon_update(self) -> None:
+        """Drop what is staged; the replicas stay stale until a later update finishes."""
+        self._all(lambda replica: replica.ask("discard", timeout_s=self._config.request_timeout_s))
+
+    def close(self) -> None:
+        """Stop every process of every replica within seconds; safe to call twice."""
+        for replica in self._replicas:
+            replica.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check_fits(self, what: str, prompt_tokens: int, max_tokens: int) -> None:
+        if not 0 < prompt_tokens <= self._max_model_len - max_tokens:
+            raise EngineError(
+                f"engine: {what} has {prompt_tokens} prompt tokens and may add {max_tokens}; a prompt needs at least "
+                f"one, and both together at most {self._max_model_len}"
+            )
+
+    def _generate_on(self, replica: EngineProcess, block: Sequence[GenerateRequest]) -> list[Completion]:
+        answers = replica.ask(
+            "generate", timeout_s=self._config.request_timeout_s, weight_version=self._weight_version,
+            requests=[_to_wire(request) for request in block],
+        )
+        return [Completion(**{**answer, "finish": Finish(answer["finish"])}) for answer in answers]
+
+    def _all(self, step: Callable[[EngineProcess], T]) -> list[T]:
+        return self._together([self._threads.submit(step, replica) for replica in self._replicas])
+
+    def _in_background(self, step: Callable[[EngineProcess], None]) -> Future[Any]:
+        """One future for all replicas, on a thread of its own: it waits for the pool's."""
+        outer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-wait")
+        try:
+            return outer.submit(self._all, step)
+        finally:
+            outer.shutdown(wait=False)
+
+    def _together(self, futures: list[Future[T]]) -> list[T]:
+        """Results in order; the first failure is raised without waiting for the replicas that still work."""
+        wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            if future.done() and (error := future.exception()):
+                raise error
+        return [future.result() for future in futures]
+
+
+def _to_wire(request: GenerateRequest) -> dict[str, Any]:
+    fields = asdict(request)
+    return {**fields, "prompt_token_ids": list(fields["prompt_token_ids"]),
+            "stop_token_ids": list(fields["stop_token_ids"])}
+
+
+def _check_port_free(port: int) -> None:
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise EngineError(
+                f"engine.port: port {port} cannot be used ({error}); free it, or set engine.port to 0"
+            ) from error

@@ -1,0 +1,248 @@
+"""One engine process: hosts `vllm.LLM` and answers its owner over an inherited socket until the owner is gone.
+
+Run by `rollout.engine_process` as `python -m megatron_rl.rollout.vllm_worker --fd N --life-fd M`. It leads its own
+session, so ending its process group ends vLLM's workers as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.rollout.vllm_plugin import BACKEND, register
+from megatron_rl.rollout.wire import Message, WireClosed, recv_message, send_message
+
+CPU_BLOCK_TOKENS = 32  # vLLM on CPU wants KV blocks in multiples of 32 tokens
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="socket that carries requests and answers")
+    parser.add_argument("--life-fd", type=int, required=True, help="socket that closes when the owner is gone")
+    args = parser.parse_args()
+    sock, life = socket.socket(fileno=args.fd), socket.socket(fileno=args.life_fd)
+    for owned in (sock, life):
+        owned.set_inheritable(False)
+    threading.Thread(target=_die_with_owner, args=(life, os.getppid()), daemon=True).start()
+    try:
+        start = recv_message(sock)
+        began = time.monotonic()
+        server = EngineServer(_build_llm(start), start["tp"])
+        send_message(sock, {"id": start["id"], "ready": {**_versions(), "start_s": time.monotonic() - began}})
+        server.serve(sock)
+    except WireClosed:
+        return 0
+    except Exception as error:  # noqa: BLE001 - whatever it is, the owner must hear of it
+        traceback.print_exc()
+        send_message(sock, {"id": 0, "error": {"kind": "start", "message": _one_line(error)}})
+        return 1
+    return 0
+
+
+def _die_with_owner(life: socket.socket, owner: int) -> None:
+    """End the whole process group once the owner closed its end or is no longer our parent.
+
+    The parent is asked as well because a child that the owner forked may keep the socket open after its death.
+    """
+    while os.getppid() == owner:
+        readable, _, _ = select.select([life], [], [], 1.0)
+        if readable and not life.recv(1):
+            break
+    print("owner is gone, ending this engine", file=sys.stderr, flush=True)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _set_environment(start: Message) -> None:
+    """vLLM and OpenMP read these when they are imported, and nothing else sets them in this process."""
+    os.environ.update({
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",      # the engine core runs here: one process less, seeds stay put
+        "VLLM_CPU_KVCACHE_SPACE": str(start["kv_cache_gib"]),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",      # cores are shared with the trainer
+        "VLLM_CPU_CI_ENV": "1",                     # no warm-up on CPU: nothing is compiled
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": str(start["threads"]),
+        "HF_HUB_OFFLINE": "1",                      # a model is a directory, never a download
+        "TOKENIZERS_PARALLELISM": "false",
+    })
+
+
+def _build_llm(start: Message) -> Any:
+    _set_environment(start)
+    import torch
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
+
+    register()
+    on_cpu = not torch.cuda.is_available()
+    device: dict[str, Any] = {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS} if on_cpu else {
+        "gpu_memory_utilization": start["gpu_memory_fraction"],
+    }
+    return LLM(
+        model=start["hf_path"],
+        dtype=start["dtype"],
+        tensor_parallel_size=start["tp"],
+        max_model_len=start["max_model_len"],
+        max_num_seqs=start["max_concurrent"],
+        seed=start["seed"],
+        skip_tokenizer_init=True,
+        generation_config="vllm",                   # sampling is ours alone, not generation_config.json's
+        logprobs_mode="processed_logprobs",
+        max_logprobs=-1,                            # scoring at a temperature needs the whole row
+        disable_log_stats=True,
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        **device,
+    )
+
+
+class EngineServer:
+    """Answers one command at a time. `version` -1: the weights of the HF directory."""
+
+    def __init__(self, llm: Any, tp: int) -> None:
+        self._llm, self._tp = llm, tp
+        self._version = -1
+        self._stale: str | None = None
+        self._commands: dict[str, Callable[[Message], Any]] = {
+            "generate": self._generate, "score": self._score, "status": self._status,
+            "init_transfer": self._init_transfer, "receive": self._receive, "commit": self._commit,
+            "discard": self._discard,
+        }
+
+    def serve(self, sock: socket.socket) -> None:
+        """Until a `shutdown` command or the end of the stream."""
+        while True:
+            message = recv_message(sock)
+            if message["cmd"] == "shutdown":
+                send_message(sock, {"id": message["id"], "result": None})
+                return
+            try:
+                answer = {"result": self._commands[message["cmd"]](message)}
+            except ReshardError as error:
+                answer = {"error": {"kind": "reshard", "message": str(error)}}
+            except Exception as error:  # noqa: BLE001 - the owner decides what a failed command means
+                traceback.print_exc()
+                answer = {"error": {"kind": "engine", "message": _one_line(error)}}
+            send_message(sock, {"id": message["id"], **answer})
+
+    def _status(self, message: Message) -> Message:
+        return {"weight_version": self._version, "stale": self._stale}
+
+    def _check_fresh(self, expected: int) -> None:
+        if self._stale is not None:
+            raise EngineError(f"weights are stale ({self._stale}); send all weights again before generating")
+        if self._version != expected:
+            raise EngineError(f"weights are version {self._version}, the request expects {expected}")
+
+    def _generate(self, message: Message) -> list[Message]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._check_fresh(message["weight_version"])
+        requests = message["requests"]
+        params = [
+            SamplingParams(
+                temperature=r["temperature"], top_p=r["top_p"], top_k=r["top_k"], seed=r["seed"],
+                max_tokens=r["max_tokens"], stop_token_ids=r["stop_token_ids"], ignore_eos=True, logprobs=0,
+                detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for r in requests
+        ]
+        prompts = [{"prompt_token_ids": r["prompt_token_ids"]} for r in requests]
+        outputs = [done.outputs[0] for done in self._llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            {
+                "token_ids": list(out.token_ids),
+                "logprobs": [row[token].logprob for row, token in zip(out.logprobs, out.token_ids, strict=True)],
+                "finish": out.finish_reason,
+                "weight_version": self._version,
+            }
+            for out in outputs
+        ]
+
+    def _score(self, message: Message) -> list[float]:
+        import torch
+        from vllm import SamplingParams
+
+        self._check_fresh(message["weight_version"])
+        token_ids, temperature = message["token_ids"], message["temperature"]
+        # prompt log-probs are always those of temperature 1: at another one every logit of the row is needed
+        rows_wanted = 0 if temperature == 1.0 else -1
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=rows_wanted, detokenize=False)
+        (done,) = self._llm.generate([{"prompt_token_ids": token_ids}], [params], use_tqdm=False)
+        rows = done.prompt_logprobs[1:]
+        if temperature == 1.0:
+            return [row[token].logprob for row, token in zip(rows, token_ids[1:], strict=True)]
+        scores = []
+        for row, token in zip(rows, token_ids[1:], strict=True):
+            values = torch.tensor([entry.logprob for entry in row.values()], dtype=torch.float64) / temperature
+            scores.append(row[token].logprob / temperature - values.logsumexp(0).item())
+        return scores
+
+    def _init_transfer(self, message: Message) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": message["init_info"]})
+        self._raise_worker_errors()
+
+    def _receive(self, message: Message) -> None:
+        """Stage and verify version `weight_version` on every worker; the model keeps its weights."""
+        version = message["weight_version"]
+        self._stale = f"update to version {version} did not finish"
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"version": version}})
+        try:
+            self._raise_worker_errors()
+        except ReshardError:
+            self._discard(message)
+            raise
+
+    def _commit(self, message: Message) -> None:
+        """Load what is staged. Stale until every worker has loaded all of it and the prefix cache is empty."""
+        version = message["weight_version"]
+        self._llm.finish_weight_update()
+        self._raise_worker_errors()
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("the prefix cache could not be reset: requests are still running")
+        self._llm.update_weight_version(str(version))
+        self._version, self._stale = version, None
+
+    def _discard(self, message: Message) -> None:
+        self._llm.collective_rpc(_discard_staged)
+        self._llm.finish_weight_update()  # with nothing staged this only ends the session inside vLLM
+
+    def _raise_worker_errors(self) -> None:
+        if errors := [error for error in self._llm.collective_rpc(_outcome) if error is not None]:
+            raise ReshardError("; ".join(errors))
+
+
+def _outcome(worker: Any) -> str | None:
+    outcome: str | None = worker.weight_transfer_engine.outcome()
+    return outcome
+
+
+def _discard_staged(worker: Any) -> None:
+    worker.weight_transfer_engine.discard()
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import vllm
+
+    return {"vllm": vllm.__version__, "torch": torch.__version__}
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

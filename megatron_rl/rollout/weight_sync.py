@@ -1,0 +1,144 @@
+"""The weight transfer as the RL loop sees it: every trainer rank calls `push`, and all succeed or all raise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.errors import EngineError, MegatronRLError, ReshardError
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.recipe.stages import EngineConfig
+from megatron_rl.reshard.execute import Params, send_weights
+from megatron_rl.reshard.plan import plan_reshard
+from megatron_rl.reshard.transports import LOOPBACK, GlooGroup, make_group, open_store
+from megatron_rl.rollout.vllm_engine import VllmEngine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncResult:
+    """One finished transfer: wall-clock seconds on this rank and bytes over all ranks."""
+
+    version: int
+    seconds: float
+    bytes: int
+
+
+class WeightSync:
+    """Sends the policy's weights to the engines, by the plan of `spec`, `layout` and `config`.
+
+    `params` returns the live parameters of this rank, one mapping per model chunk. `engine` is given on rank 0 only.
+    `host` is rank 0's address as workers and other trainer ranks reach it. `dtype` is the engine's; values are cast
+    before they travel. `canary` fills what a worker must not read with NaN, at the cost of writing it.
+    """
+
+    def __init__(
+        self, params: Callable[[], Params], *, spec: ModelSpec, layout: ParallelLayout, rank: int,
+        engine: VllmEngine | None, config: EngineConfig, dtype: torch.dtype, host: str = LOOPBACK, canary: bool = True,
+    ) -> None:
+        if (engine is not None) != (rank == 0):
+            raise EngineError(f"weight transfer: the engine belongs to rank 0 alone, rank {rank} was given {engine}")
+        self._params, self._rank, self._engine, self._dtype = params, rank, engine, dtype
+        self._host, self._port, self._timeout_s, self._canary = host, config.port, config.request_timeout_s, canary
+        self._group: GlooGroup | None = None
+        self.plan = plan_reshard(
+            spec, layout, target_tp=config.tp, replicas=config.replicas, element_bytes=dtype.itemsize
+        )
+
+    def push(self, version: int) -> SyncResult:
+        """Transfer all weights as `version`. Collective over the trainer ranks.
+
+        Returns once every replica runs on them. Raises ReshardError on all ranks, naming those that failed; then
+        the engines refuse to generate until a later push succeeds.
+        """
+        began = time.monotonic()
+        if self._group is None:
+            self._connect()
+        assert self._group is not None
+        staged = self._engine.begin_update(version, timeout_s=self._timeout_s) if self._engine else None
+        errors = []
+        try:
+            send_weights(self.plan, self._rank, self._params(), self._group, dtype=self._dtype, version=version)
+        except MegatronRLError as error:
+            errors.append(str(error))
+        errors += _failure_of(staged)
+        try:
+            self._agree(errors)
+        except ReshardError:
+            # a transfer that stopped half-way leaves bytes in the channel: the next push opens a new one
+            self._group = None
+            self._abandon()
+            raise
+        engine = self._engine
+        self._agree(_failure_of_call(lambda: engine.finish_update(version)) if engine else [])
+        return SyncResult(version=version, seconds=time.monotonic() - began, bytes=self.plan.bytes_moved())
+
+    def _connect(self) -> None:
+        """Open the group of trainer ranks and workers: rank 0 listens, tells the others where, everyone joins."""
+        store = None
+        where: list[Any] = [None, None]  # port, or why there is none
+        if self._rank == 0:
+            try:
+                store = open_store(self._host, self._port, timeout_s=self._timeout_s)
+                where = [store.port, None]
+            except ReshardError as error:
+                where = [None, str(error)]
+        port, failure = self._broadcast(where)
+        if failure is not None:
+            raise ReshardError(failure)
+        joined = None
+        if self._engine:
+            joined = self._engine.begin_join(
+                self.plan, host=self._host, port=port, timeout_s=self._timeout_s, canary=self._canary)
+        errors = []
+        try:
+            self._group = make_group(
+                self._host, port, self._rank, self.plan.source.world_size + self.plan.num_workers, self._timeout_s,
+                store=store,
+            )
+        except ReshardError as error:
+            errors.append(str(error))
+        errors += _failure_of(joined)
+        try:
+            self._agree(errors)
+        except ReshardError:
+            self._group = None
+            raise
+
+    def _abandon(self) -> None:
+        """The failure that led here is the one to report, so one more from a dead engine is not."""
+        if self._engine:
+            _failure_of_call(self._engine.abandon_update)
+
+    def _agree(self, errors: list[str]) -> None:
+        """Raise on every rank if any rank has an error."""
+        everyone: list[list[str] | None] = [errors]
+        if self.plan.source.world_size > 1:
+            everyone = [None] * self.plan.source.world_size
+            dist.all_gather_object(everyone, errors)
+        failed = [f"trainer rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts or ()]
+        if failed:
+            raise ReshardError("\n".join(failed))
+
+    def _broadcast(self, values: list[Any]) -> list[Any]:
+        if self.plan.source.world_size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values
+
+
+def _failure_of(future: Future[Any] | None) -> list[str]:
+    return _failure_of_call(future.result) if future is not None else []
+
+
+def _failure_of_call(call: Callable[[], Any]) -> list[str]:
+    try:
+        call()
+    except MegatronRLError as error:
+        return [str(error)]
+    return []
