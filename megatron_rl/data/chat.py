@@ -102,7 +102,7 @@ def _trained_length(tokenizer: Tokenizer, turn: Sequence[int], position: int) ->
     ends = tokenizer.special_token_ids.union(tokenizer.eos_token_ids)
     last = max((index for index, token_id in enumerate(turn) if token_id in ends), default=None)
     # Anything but white space behind the last special token means that the token was part of the content.
-    if last is None or tokenizer.decode(turn[last + 1 :]).strip():
+    if last is None or (last + 1 < len(turn) and tokenizer.decode(turn[last + 1 :]).strip()):
         raise DataError(
             f"chat template: it ends the assistant's turn {position} with {tokenizer.decode(turn[-5:])!r}, without a "
             "special token; a model trained on it would never stop, so add the end token to the template"
