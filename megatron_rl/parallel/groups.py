@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,11 +27,7 @@ def init_process_groups(
     `timeout_s` bounds each collective. `seed` starts megatron-core's generators (one per tensor-parallel rank).
     Raises LayoutError when the layout does not fill the world.
     """
-    if layout.world_size != world_size:
-        raise LayoutError(
-            f"layout: tp*pp*dp = {layout.tp}*{layout.pp}*{layout.dp} = {layout.world_size}, but {world_size} "
-            f"processes were started; start {layout.world_size} processes or change layout.tp / layout.pp"
-        )
+    _check_fills_world(layout, world_size)
     device.activate()
     dist.init_process_group(
         device.backend(),
@@ -39,18 +36,31 @@ def init_process_groups(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    _init_model_parallel(layout, timeout_s=timeout_s, seed=seed)
+    build_model_groups(layout, timeout_s=timeout_s, seed=seed)
 
 
-def _init_model_parallel(layout: ParallelLayout, *, timeout_s: float, seed: int) -> None:
+def _check_fills_world(layout: ParallelLayout, world_size: int) -> None:
+    if layout.world_size != world_size:
+        raise LayoutError(
+            f"layout: tp*pp*dp = {layout.tp}*{layout.pp}*{layout.dp} = {layout.world_size}, but {world_size} "
+            f"processes were started; start {layout.world_size} processes or change layout.tp / layout.pp"
+        )
+
+
+def build_model_groups(layout: ParallelLayout, *, timeout_s: float, seed: int = 1) -> None:
+    """The part of `init_process_groups` that depends on the layout; torch.distributed must be up.
+
+    With `destroy_model_groups` it lets one set of processes go through several layouts.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    _check_fills_world(layout, dist.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     assert_ranks_agree(layout)
@@ -69,8 +79,17 @@ def assert_ranks_agree(layout: ParallelLayout) -> None:
     assert ours == theirs, f"rank {dist.get_rank()}: layout says (tp, dp, pp) = {ours}, megatron-core {theirs}"
 
 
+def destroy_model_groups() -> None:
+    """Undo `build_model_groups`; torch.distributed stays up."""
+    from megatron.core import parallel_state
+
+    # every rank must be past its last collective before the groups go
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+
+
 def destroy_process_groups() -> None:
-    """Leave the run; safe to call when it was never joined."""
+    """Leave the run; safe to call when it was never joined, and when other ranks are gone."""
     if not dist.is_initialized():
         return
     from megatron.core import parallel_state

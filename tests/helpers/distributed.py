@@ -79,8 +79,9 @@ def _entry(
     partial.rename(Path(scratch, f"{rank}.result"))
     sys.stdout.flush()
     sys.stderr.flush()
-    # other ranks may be gone: their sockets must not hold this one back
-    os._exit(0 if pickle.loads(outcome)[0] else 1)
+    if not pickle.loads(outcome)[0]:
+        # peers may be gone: waiting for their sockets would hide the failure
+        os._exit(1)
 
 
 def _wait(processes: list[BaseProcess], *, deadline: float) -> bool:
