@@ -148,8 +148,8 @@ def _curriculum_problems(stage: RlStage, path: str) -> Iterator[Problem]:
     if stage.curriculum and total != stage.iterations:
         yield Problem(
             f"{path}.curriculum",
-            f"its windows last {total} iterations, but the stage has iterations = {stage.iterations}; make them "
-            "equal, or set curriculum to [] to draw from all prompts",
+            f"its windows last {total} iterations, but the stage has iterations = {stage.iterations}; "
+            "make them equal, or set curriculum to [] to draw from all prompts",
         )
 
 

@@ -16,7 +16,7 @@ def field_types(config: type) -> dict[str, Any]:
 
 
 def narrow(schema: Any, value: Any) -> Any:
-    """The bare type that `value` has to fit, without ranges and null; None for a union that `kind` leaves open."""
+    """The bare type that `value` has to fit: no ranges, no null; None for a union that `kind` leaves open."""
     if get_origin(schema) is Annotated:
         return narrow(get_args(schema)[0], value)
     if get_origin(schema) in (Union, types.UnionType):

@@ -43,7 +43,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SftStage:
-    """Supervised fine-tuning on conversations; loss on assistant tokens, mean over those of the global batch."""
+    """Supervised fine-tuning on conversations; loss on assistant tokens, their mean in the global batch."""
 
     kind: Literal["sft"]
     data: Text                                # JSONL, JSON or parquet with `messages`

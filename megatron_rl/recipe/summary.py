@@ -46,7 +46,8 @@ def summary_table(loaded: LoadedRecipe, resolved: Resolved) -> str:
             ("", ""),
             (f"stages.{i}", stage.kind),
             ("  optimizer steps", f"{stage.optimizer_steps:,}"),
-            ("  samples per step", f"{stage.samples_per_step:,}, {stage.samples_per_step_per_dp:,} per dp rank"),
+            ("  samples per step", f"{stage.samples_per_step:,}"),
+            ("  samples per dp rank", f"{stage.samples_per_step_per_dp:,}"),
         ]
         if stage.trajectories_per_iteration:
             rows += [
