@@ -1,0 +1,94 @@
+"""Supervised data: what is kept, and that a batch is a function of its step alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_rl.data.sft_data import build_sft_data, load_sft_data
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.errors import DataError
+from tests.helpers.tokenizers import CHATML, write_hf_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(write_hf_tokenizer(tmp_path_factory.mktemp("tokenizer"), template=CHATML))
+
+
+def _build(tokenizer, count, seed=1):
+    rows = [{"id": str(i), "prompt": f"{i}", "response": f"it is {i}"} for i in range(count)]
+    return build_sft_data(rows, tokenizer=tokenizer, max_sample_tokens=100, seed=seed)
+
+
+def _ids(samples):
+    return [sample.sample_id for sample in samples]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]},
+        {"prompt": "1+1", "response": "2"},
+        {"prompt": [{"content": "1+1", "role": "user"}], "response": "2"},
+        {"problem": "1+1", "solution": "2", "answer": "2"},
+        {"question": "1+1", "solution": "2"},
+    ],
+    ids=["messages", "prompt", "prompt_messages", "problem", "question"],
+)
+def test_every_schema_gives_the_same_sample(tokenizer, row):
+    sample = build_sft_data([row], tokenizer=tokenizer, max_sample_tokens=100, seed=1).sample(0)
+    text = tokenizer.decode(sample.token_ids)
+    assert text == "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    assert sample.num_trained_tokens == 2
+    assert sample.rollout_logprobs is None
+
+
+def test_rows_that_cannot_train_are_dropped_and_counted(tokenizer):
+    rows = [
+        {"prompt": "1", "response": "2"},
+        {"prompt": "1", "response": "2" * 200},
+        {"messages": [{"role": "user", "content": "1"}]},
+        {"messages": "nonsense"},
+        {"prompt": "1", "response": " "},
+        {"text": "1"},
+    ]
+    data = build_sft_data(rows, tokenizer=tokenizer, max_sample_tokens=100, seed=1)
+    assert len(data) == 1
+    assert data.dropped == {"too_long": 1, "untrained": 2, "no_messages": 2}
+
+
+def test_no_sample_left_is_an_error_with_the_counts(tokenizer, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "1", "response": "2" * 50}) + "\n" + json.dumps({"text": "1"}))
+    with pytest.raises(DataError, match=r"rows\.jsonl: no sample is left \(no_messages 1, too_long 1\)"):
+        load_sft_data(file, tokenizer=tokenizer, max_sample_tokens=20, seed=1)
+
+
+def test_row_that_the_template_refuses_is_an_error_that_names_it(tmp_path):
+    tokenizer = load_tokenizer(write_hf_tokenizer(tmp_path, template="{{ raise_exception('no') }}"))
+    with pytest.raises(DataError, match="rows: row 0: chat template"):
+        build_sft_data([{"prompt": "1", "response": "2"}], tokenizer=tokenizer, max_sample_tokens=9, seed=1)
+
+
+@pytest.mark.parametrize("global_batch_size", [1, 3, 7, 20])
+def test_every_epoch_holds_every_sample_once(tokenizer, global_batch_size):
+    data = _build(tokenizer, 7)
+    drawn = [name for step in range(21) for name in _ids(data.batch(step, global_batch_size))]
+    for epoch in range(len(drawn) // 7):
+        assert sorted(drawn[7 * epoch : 7 * epoch + 7]) == sorted("0123456")
+
+
+def test_order_differs_between_epochs_and_seeds(tokenizer):
+    data = _build(tokenizer, 30)
+    first, second = _ids(data.batch(0, 30)), _ids(data.batch(1, 30))
+    assert first != second
+    assert first != _ids(_build(tokenizer, 30, seed=2).batch(0, 30))
+
+
+def test_batch_depends_on_its_step_alone(tokenizer):
+    data, fresh = _build(tokenizer, 10), _build(tokenizer, 10)
+    in_order = [data.batch(step, 4) for step in range(6)]
+    assert fresh.batch(5, 4) == in_order[5]
+    assert fresh.batch(2, 4) == in_order[2]
