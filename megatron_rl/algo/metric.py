@@ -1,4 +1,4 @@
-"""One named number of a micro-batch, and how it merges with the same number of other micro-batches and ranks."""
+"""One named number of a micro-batch, and how it merges over micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -1,0 +1,70 @@
+"""The few collectives on Python values that the loops need; without torch.distributed, one process is all.
+
+Each waits at most as long as the time-out that the group was made with (run.collective_timeout_s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.errors import TrainingError
+
+T = TypeVar("T")
+
+
+def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The picklable `obj` of every rank of `group` (None: all ranks), in rank order, on every rank."""
+    if not _is_distributed():
+        return [obj]
+    gathered: list[T | None] = [None] * dist.get_world_size(group)
+    with _named("all_gather_object"):
+        dist.all_gather_object(gathered, obj, group=group)
+    return gathered  # type: ignore[return-value]
+
+
+def broadcast_object(obj: T, *, src: int, group: dist.ProcessGroup | None = None) -> T:
+    """The picklable `obj` of global rank `src` on every rank of `group`; what other ranks pass is ignored."""
+    if not _is_distributed():
+        return obj
+    box = [obj]
+    with _named("broadcast_object"):
+        dist.broadcast_object_list(box, src=src, group=group)
+    return box[0]
+
+
+def sum_over(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """Element-wise sum over `group`, in float64; every rank passes the same number of values."""
+    if not _is_distributed() or not values:
+        return [float(value) for value in values]
+    total = torch.tensor(values, dtype=torch.float64, device=_device(group))
+    with _named("sum_over"):
+        dist.all_reduce(total, group=group)
+    return [float(value) for value in total.tolist()]
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    # nccl moves only what is on its device
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@contextmanager
+def _named(operation: str) -> Iterator[None]:
+    """Say which rank waited for what, where torch says only that a connection closed or timed out."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingError(
+            f"{operation} on rank {dist.get_rank()} of {dist.get_world_size()} failed: {error}; another rank "
+            "stopped or took longer than run.collective_timeout_s: read its log first"
+        ) from error
