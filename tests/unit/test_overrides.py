@@ -1,0 +1,85 @@
+"""Dotted overrides set what the schema knows, and nothing else."""
+
+import pytest
+
+from megatron_rl.errors import RecipeError
+from megatron_rl.recipe.load import load_recipe
+from tests.helpers.recipes import RECIPE
+
+
+def load(tmp_path, *overrides):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return load_recipe(path, overrides).recipe
+
+
+def refusal(tmp_path, *overrides):
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, *overrides)
+    return str(caught.value)
+
+
+def test_list_positions_and_nested_keys_can_be_set(tmp_path):
+    recipe = load(tmp_path, "stages.1.optimizer.lr=1e-6", "stages.1.curriculum.0.difficulty.1=4", "layout.tp=2")
+    assert recipe.stages[1].optimizer.lr == 1e-6
+    assert recipe.stages[1].curriculum[0].difficulty == (2.0, 4.0)
+    assert recipe.layout.tp == 2
+
+
+def test_optional_fields_that_the_file_leaves_out_can_be_set(tmp_path):
+    recipe = load(tmp_path, "stages.1.algorithm.dual_clip=3", "stages.1.engine.tp=2", "stages.1.eval.max_prompts=7")
+    assert recipe.stages[1].algorithm.dual_clip == 3.0
+    assert recipe.stages[1].engine.tp == 2
+    assert recipe.stages[1].eval.max_prompts == 7
+
+
+def test_whole_mappings_and_lists_can_be_replaced(tmp_path):
+    recipe = load(tmp_path, "stages.1.rewards={math_answer: 2}", "stages.1.curriculum=[]", "checkpoint=null")
+    assert recipe.stages[1].rewards == {"math_answer": 2.0}
+    assert recipe.stages[1].curriculum == ()
+    assert recipe.checkpoint is None
+
+
+def test_a_section_set_to_null_can_be_filled_again(tmp_path):
+    assert load(tmp_path, "checkpoint=null", "checkpoint.every_steps=9").checkpoint.every_steps == 9
+
+
+def test_the_last_override_of_a_path_wins(tmp_path):
+    assert load(tmp_path, "run.seed=2", "run.seed=3").run.seed == 3
+
+
+def test_a_value_may_hold_an_equals_sign(tmp_path):
+    assert load(tmp_path, "model.hf_path=a=b").model.hf_path == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("stages.1.optimizer.lrr=1", "stages.1.optimizer.lrr (override): unknown key; did you mean 'lr'?"),
+        ("stages.1.sampling.temprature=1",
+         "stages.1.sampling.temprature (override): unknown key; did you mean 'temperature'?"),
+        ("stages.0.group_size=2", "stages.0.group_size (override): unknown key; known here: kind, data, steps"),
+        ("stages.2.optimizer.lr=1",
+         "stages.2.optimizer.lr (override): stages is a list and has no entry '2'; its positions are 0 to 1"),
+        ("stages.rl.iterations=1", "stages is a list and has no entry 'rl'"),
+        ("stages.-1.iterations=1", "stages is a list and has no entry '-1'"),
+        ("layout.tp.x=1", "layout.tp.x (override): layout.tp is 1, which has no keys"),
+        ("layout.tp=two", "layout.tp (override): got 'two', must be a whole number of at least 1"),
+        ("run.seed=", "run.seed (override): got null, must be a whole number of at least 0"),
+        ("layot.tp=1", "layot.tp (override): unknown key; did you mean 'layout'?"),
+    ],
+)  # fmt: skip
+def test_a_path_without_a_place_is_refused(tmp_path, override, line):
+    text = refusal(tmp_path, override)
+    assert line in text
+    assert ": 1 problem\n" in text
+
+
+@pytest.mark.parametrize("text", ["layout.tp", "=1", "layout..tp=1", ".tp=1"])
+def test_text_that_is_no_override_is_refused(tmp_path, text):
+    assert refusal(tmp_path, text) == f"override {text!r}: must look like path=value, such as layout.tp=2"
+
+
+def test_problems_of_overrides_and_of_the_file_come_together(tmp_path):
+    text = refusal(tmp_path, "layout.tq=2", "stages.1.group_size=x", "run.seed=-1")
+    assert "3 problems" in text and "layout.tq" in text and "group_size" in text and "run.seed" in text

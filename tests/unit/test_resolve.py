@@ -1,0 +1,131 @@
+"""A recipe is checked against the world, the model and the disk in one go, and its numbers follow."""
+
+import pytest
+
+from megatron_rl.errors import RecipeError
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.recipe.checks import SHAPING_REWARDS, TASK_REWARDS
+from megatron_rl.recipe.load import load_recipe
+from megatron_rl.recipe.resolve import check_recipe, smallest_world
+from tests.helpers.recipes import write_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write_recipe(tmp_path)
+
+
+def problems(recipe, *overrides, world=1):
+    """Dotted path to message."""
+    with pytest.raises(RecipeError) as caught:
+        check_recipe(load_recipe(recipe, overrides), world_size=world)
+    lines = [line.strip().split(": ", 1) for line in str(caught.value).splitlines()[1:]]
+    return {where.split(" ")[0]: text for where, text in lines}
+
+
+def test_a_good_recipe_gives_its_numbers(recipe):
+    loaded = load_recipe(recipe, ["layout.tp=2", "layout.pp=2"])
+    resolved = check_recipe(loaded, world_size=8)
+    assert (resolved.layout.tp, resolved.layout.pp, resolved.layout.dp) == (2, 2, 2)
+    assert resolved.padded_vocab == 96
+    assert resolved.layers_per_pp_rank == 2
+    # embedding and head 2 * 70*64; per layer q, o 2 * 64*64, k, v 2 * 32*64, biases 64 + 2*32, mlp 3 * 96*64,
+    # two norms of 64; final norm 64
+    per_layer = 2 * 64 * 64 + 2 * 32 * 64 + 128 + 3 * 96 * 64 + 128
+    assert resolved.num_parameters == 2 * 70 * 64 + 4 * per_layer + 64
+    sft, rl = resolved.stages
+    assert (sft.optimizer_steps, sft.samples_per_step, sft.samples_per_step_per_dp) == (20, 8, 4)
+    assert (rl.iterations, rl.optimizer_steps, rl.trajectories_per_iteration) == (6, 12, 32)
+    assert (rl.samples_per_step, rl.samples_per_step_per_dp) == (16, 8)
+    assert (rl.max_tokens_per_iteration, rl.max_tokens_total) == (32 * 96, 6 * 32 * 96)
+    assert smallest_world(loaded.recipe) == 4
+
+
+def test_a_given_spec_is_used_instead_of_the_directory(recipe):
+    spec = ModelSpec(
+        family="qwen2", num_layers=2, hidden_size=8, ffn_size=8, num_heads=2, num_kv_heads=1, head_dim=4,
+        vocab_size=10, max_positions=128, rope_theta=1e4, norm_eps=1e-6, tied=True, qkv_bias=True, qk_norm=False,
+    )  # fmt: skip
+    assert check_recipe(load_recipe(recipe), world_size=1, model_spec=spec).spec is spec
+
+
+CASES = [
+    # overrides, world, path, words
+    (["layout.tp=2", "layout.pp=2"], 6, "layout",
+     "tp*pp = 2*2 = 4 does not divide the 6 processes of this run; start 4 or 8"),
+    (["layout.tp=3"], 3, "layout.tp", "does not divide the model's 4 attention heads; use 2 or 4"),
+    (["layout.pp=3"], 3, "layout.pp", "does not divide the model's 4 layers; make pp*vpp 2 or 4"),
+    (["layout.vpp=2"], 1, "layout.vpp", "interleaving needs pp >= 2"),
+    (["stages.1.engine.tp=3"], 1, "stages.1.engine.tp", "does not divide the model's 4 attention heads"),
+    (["stages.0.global_batch_size=10"], 4, "stages.0.global_batch_size",
+     "multiple of the 4 data-parallel ranks; use 8 or 12"),
+    (["stages.1.prompts_per_iteration=9"], 1, "stages.1.prompts_per_iteration",
+     "updates_per_rollout = 2; use 8 or 10"),
+    (["stages.1.prompts_per_iteration=2", "stages.1.group_size=3"], 2, "stages.1.prompts_per_iteration",
+     "2 / 2 * 3 = 3 rollouts per optimizer step, must be a multiple of the 2 data-parallel ranks"),
+    (["stages.1.group_size=1"], 1, "stages.1.group_size", "got 1, must be at least 2"),
+    (["stages.0.schedule.warmup_steps=21"], 1, "stages.0.schedule.warmup_steps", "use at most 20"),
+    (["stages.1.schedule.warmup_steps=13"], 1, "stages.1.schedule.warmup_steps", "has 12 optimizer steps"),
+    (["stages.0.schedule.min_lr=1"], 1, "stages.0.schedule.min_lr", "must be at most optimizer.lr = 0.001"),
+    (["stages.1.schedule.min_lr=1e-6"], 1, "stages.1.schedule.min_lr", "which a constant schedule does not use"),
+    (["stages.1.algorithm.dual_clip=1"], 1, "stages.1.algorithm.dual_clip", "got 1.0, must be above 1"),
+    (["stages.1.algorithm.surrogate=grpo", "stages.1.algorithm.clip_high=0.3"], 1, "stages.1.algorithm.clip_high",
+     "not used by surrogate grpo, only by gppo and clip_higher"),
+    (["stages.1.algorithm.surrogate=clip_higher", "stages.1.algorithm.beta_low=0.5"], 1,
+     "stages.1.algorithm.beta_low", "not used by surrogate clip_higher, only by gppo"),
+    (["stages.1.curriculum.0.iterations=3"], 1, "stages.1.curriculum", "windows last 7 iterations"),
+    (["stages.1.curriculum.1.difficulty=[5, 3]"], 1, "stages.1.curriculum.1.difficulty", "got [5, 3]"),
+    (["stages.1.rewards.formt=1"], 1, "stages.1.rewards.formt", "did you mean 'format'?"),
+    (["stages.1.rewards={format: 1}"], 1, "stages.1.rewards", "no reward judges the answer"),
+    (["stages.1.eval.sets={}"], 1, "stages.1.eval.sets", "is empty"),
+    (["stages.1.sampling.top_p=0.9"], 1, "stages.1.sampling.top_p", "must be 1.0 in training rollouts"),
+    (["stages.1.sampling.top_k=5"], 1, "stages.1.sampling.top_k", "must be -1 in training rollouts"),
+    (["stages.1.sampling.max_response_tokens=240"], 1, "stages.1.sampling.max_response_tokens",
+     "32 + 240 = 272, but the model has 256 positions"),
+    (["stages.0.max_sample_tokens=300"], 1, "stages.0.max_sample_tokens", "the model has 256 positions"),
+    (["stages.1.tokens_per_microbatch=95"], 1, "stages.1.tokens_per_microbatch", "raise it to 96"),
+    (["stages.0.tokens_per_microbatch=127"], 1, "stages.0.tokens_per_microbatch", "raise it to 128"),
+    (["stages.1.engine.port=70000"], 1, "stages.1.engine.port", "at most 65535"),
+    (["model.hf_path=nowhere"], 1, "model.hf_path", "no directory nowhere in "),
+    (["stages.0.data=a.jsonl"], 1, "stages.0.data", "no file a.jsonl in "),
+    (["stages.1.prompts=/b.jsonl"], 1, "stages.1.prompts", "no file /b.jsonl"),
+    (["stages.1.eval.sets.heldout=c.jsonl"], 1, "stages.1.eval.sets.heldout", "no file c.jsonl in "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "world", "path", "words"), CASES, ids=[case[0][-1] for case in CASES])
+def test_what_does_not_fit_is_the_one_problem_reported(recipe, overrides, world, path, words):
+    found = problems(recipe, *overrides, world=world)
+    assert list(found) == [path]
+    assert words in found[path]
+
+
+def test_a_model_that_cannot_be_built_is_a_problem_of_its_path(recipe):
+    config = recipe.parent / "model" / "config.json"
+    config.write_text(config.read_text().replace("Qwen2ForCausalLM", "BertModel"))
+    assert "BertModel" in problems(recipe)["model.hf_path"]
+
+
+def test_violations_of_world_model_stages_and_disk_are_reported_together(recipe):
+    found = problems(
+        recipe,
+        "layout.tp=3", "layout.pp=3", "stages.0.data=x", "stages.0.schedule.warmup_steps=99",
+        "stages.1.sampling.top_p=0.5", "stages.1.engine.tp=8", "stages.1.rewards={formt: 1}",
+        world=10,
+    )  # fmt: skip
+    assert set(found) == {
+        "layout", "layout.tp", "layout.pp", "stages.0.data", "stages.0.schedule.warmup_steps",
+        "stages.1.sampling.top_p", "stages.1.engine.tp", "stages.1.rewards", "stages.1.rewards.formt",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("surrogate", ["grpo", "clip_higher", "gppo"])
+def test_default_clip_options_fit_every_surrogate(recipe, surrogate):
+    check_recipe(load_recipe(recipe, [f"stages.1.algorithm.surrogate={surrogate}"]), world_size=1)
+
+
+def test_reward_names_of_recipes_are_those_of_the_reward_code():
+    from megatron_rl.rewards import REWARDS
+
+    assert set(TASK_REWARDS + SHAPING_REWARDS) == set(REWARDS)
