@@ -1,0 +1,39 @@
+"""The rewards a recipe can name.
+
+Factories import inside: a checking process loads this package too, and must start fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_rl.rewards.protocol import Reward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardEntry:
+    """`judges_answers`: its verdict says whether the response solved the task; shaping rewards judge none."""
+
+    build: Callable[[int, float], Reward]  # (checking processes, seconds per answer)
+    judges_answers: bool
+
+
+def _build_math_answer(workers: int, timeout_s: float) -> Reward:
+    from megatron_rl.rewards.math_answer import MathAnswer
+
+    return MathAnswer(workers=workers, timeout_s=timeout_s)
+
+
+def _build_format(workers: int, timeout_s: float) -> Reward:
+    from megatron_rl.rewards.format import FormatReward
+
+    return FormatReward()
+
+
+REWARDS: dict[str, RewardEntry] = {
+    "math_answer": RewardEntry(build=_build_math_answer, judges_answers=True),
+    "format": RewardEntry(build=_build_format, judges_answers=False),
+}

@@ -1,6 +1,6 @@
 """Where the answer stands in a response: after the reasoning, in the last box, braces balanced.
 
-Plain scanning, each function one pass over the text: no regular expression here can backtrack on what a policy wrote.
+Plain scanning, each function one pass over the text: nothing here can backtrack on what a policy wrote.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def after_reasoning(text: str) -> str | None:
-    """What follows the last `</think>`; the whole text without any tag; None if reasoning was never closed."""
+    """What follows the last `</think>`; the whole text without any tag; None if reasoning never closed."""
     close = text.rfind(THINK_CLOSE)
     if close >= 0:
         return text[close + len(THINK_CLOSE) :]
@@ -39,9 +39,9 @@ def after_reasoning(text: str) -> str | None:
 
 @dataclass(slots=True)
 class _Box:
-    start: int               # of the backslash
-    content: int             # first character after the opening brace
-    end: int | None = None   # of the closing brace; None while open
+    start: int  # of the backslash
+    content: int  # first character after the opening brace
+    end: int | None = None  # of the closing brace; None while open
     outer: _Box | None = None
 
 
@@ -59,7 +59,7 @@ def _last_box(text: str) -> _Box | None:
 def _scan_boxes(text: str) -> list[_Box]:
     boxes: list[_Box] = []
     open_braces: list[_Box | None] = []  # None: a plain brace
-    innermost: _Box | None = None        # open box around the current position
+    innermost: _Box | None = None  # open box around the current position
     position = 0
     while position < len(text):
         char = text[position]

@@ -1,4 +1,4 @@
-"""The format reward: reasoning in one pair of tags, then a boxed answer, and an end the model chose itself."""
+"""The format reward: reasoning in one pair of tags, then a boxed answer, and an end of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_rl.rewards.protocol import Grade, RewardInput
 
 
 class FormatReward:
-    """1 for `<think>...</think>` once, at the start, followed by a closed box, in a response that was not cut off."""
+    """1 for `<think>...</think>` once, at the start, and a closed box after it, in a response not cut off."""
 
     def grade(self, inputs: Sequence[RewardInput]) -> list[Grade]:
         """One grade per input, in order; it judges no answer, so no verdict."""

@@ -17,7 +17,8 @@ from megatron_rl.data.types import Verdict
 from megatron_rl.rewards.extract import MAX_ANSWER_CHARS, extract_answer
 from megatron_rl.rewards.pool import PoolVerdict, WorkerPool
 from megatron_rl.rewards.protocol import Grade, RewardInput
-from megatron_rl.rewards.spelling import read_number, spell, tokens
+from megatron_rl.rewards.rational import read_number
+from megatron_rl.rewards.spelling import spell, tokens
 
 _CACHE_ENTRIES = 100_000
 # a right answer anywhere wins; else a grader's failure outranks "wrong", so that it is seen
@@ -76,7 +77,8 @@ def _draft(item: RewardInput) -> _Draft:
         return _Draft(settled=Grade(score=0.0, verdict=Verdict.BAD_GOLD, reason=f"gold {shown} is no answer"))
     answer = extract_answer(item.text)
     if answer is None or not answer.strip():
-        return _Draft(settled=Grade(score=0.0, verdict=Verdict.NO_ANSWER, reason="no closed box after the reasoning"))
+        reason = "no closed box after the reasoning"
+        return _Draft(settled=Grade(score=0.0, verdict=Verdict.NO_ANSWER, reason=reason))
     quick = [quick_verdict(gold, answer) for gold in golds]
     if Verdict.CORRECT in quick:
         return _Draft(settled=Grade(score=1.0, verdict=Verdict.CORRECT))

@@ -1,7 +1,7 @@
 """A small pool of long-lived checking processes with a hard deadline for each item.
 
-The parent keeps the clock: a worker that overruns is killed and replaced, whatever it is doing. A worker that dies
-gets its item retried once on a fresh one. Usable from any thread; no signals, no fork of the calling process.
+The parent keeps the clock: a worker that overruns is killed and replaced, whatever it is doing. When a
+worker dies, its item is tried once more on a fresh one. Usable from any thread; no signal handlers, no fork.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-
 import megatron_rl
 from megatron_rl.data.types import Verdict
 from megatron_rl.errors import RewardError
 from megatron_rl.rewards.worker import MAX_FRAME_BYTES, frame_length, write_frame
 
 _START_TIMEOUT_S = 120.0
-_ITEMS_PER_WORKER = 2000   # a symbolic library's caches grow; a fresh process is cheap
+_ITEMS_PER_WORKER = 2000  # a symbolic library's caches grow; a fresh process is cheap
 _WORKER_MODULE = "megatron_rl.rewards.worker"
 
 
@@ -68,8 +67,9 @@ class WorkerPool:
         return list(self._threads.map(lambda pair: self.check(*pair), pairs))
 
     def check(self, gold: str, answer: str) -> PoolVerdict:
-        """The verdict on one pair; waits for a free worker first, which does not count against the deadline."""
+        """The verdict on one pair. Waiting for a free worker does not count against the deadline."""
         slot = self._slots.get()
+        started, reason = time.monotonic(), ""
         try:
             for attempt in (1, 2):
                 slot = self._ready_worker(slot)
@@ -77,20 +77,24 @@ class WorkerPool:
                 try:
                     reply = slot.ask(gold, answer, timeout_s=self._timeout_s)
                 except TimeoutError:
-                    slot = self._discard(slot)
+                    # the worker, whatever it is doing, ends here
+                    self._discard(slot)
+                    slot = None
                     seconds = time.monotonic() - started
                     return PoolVerdict(Verdict.TIMEOUT, f"killed after {self._timeout_s:g} s", seconds)
                 except _WorkerDied as death:
-                    slot = self._discard(slot)
+                    self._discard(slot)
+                    slot = None
                     reason = f"worker died: {death} (attempt {attempt} of 2)"
                 else:
-                    return PoolVerdict(Verdict(reply["verdict"]), str(reply["reason"]), time.monotonic() - started)
+                    seconds = time.monotonic() - started
+                    return PoolVerdict(Verdict(reply["verdict"]), str(reply["reason"]), seconds)
             return PoolVerdict(Verdict.ERROR, reason, time.monotonic() - started)
         finally:
             self._slots.put(slot)
 
     def close(self) -> None:
-        """Kill and reap every worker, release every descriptor; safe to call twice and while others are grading."""
+        """Kill and reap every worker, release every descriptor; safe to call twice and during a `check`."""
         with self._lock:
             self._closed = True
             workers, self._all = list(self._all), set()
@@ -107,7 +111,8 @@ class WorkerPool:
 
     def _ready_worker(self, slot: _Worker | None) -> _Worker:
         if slot is not None and slot.num_items >= _ITEMS_PER_WORKER:
-            slot = self._discard(slot)
+            self._discard(slot)
+            slot = None
         if slot is not None:
             return slot
         with self._lock:
@@ -142,8 +147,9 @@ class _Worker:
 
     def __init__(self, module: str) -> None:
         self.num_items = 0
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()
-        # the package's own parent folder as working directory makes `-m` find it from wherever we were started
+        # a file, not a pipe: nobody reads it while the worker runs, and a full pipe would block it
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        # the folder that holds the package as working directory: `-m` finds it from wherever we were started
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
@@ -184,12 +190,16 @@ class _Worker:
         assert stream is not None
         data = b""
         while len(data) < count:
-            poll = select.poll()  # not select(): descriptors beyond 1,024 are common in a trainer
-            poll.register(stream, select.POLLIN)
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not poll.poll(left_s * 1000):
-                raise TimeoutError
-            chunk = os.read(stream.fileno(), count - len(data))
+            try:
+                # not select(): descriptors beyond 1,024 are common in a trainer
+                poll = select.poll()
+                poll.register(stream, select.POLLIN)
+                if left_s <= 0 or not poll.poll(left_s * 1000):
+                    raise TimeoutError
+                chunk = os.read(stream.fileno(), count - len(data))
+            except ValueError:
+                raise _WorkerDied("its pipe was closed by us") from None
             if not chunk:
                 raise _WorkerDied(self._end())
             data += chunk

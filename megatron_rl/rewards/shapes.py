@@ -1,6 +1,6 @@
-"""The structure of an answer: list, tuple, matrix, equation, relation, or one expression. Works on canonical tokens.
+"""The structure of an answer, out of canonical tokens: list, tuple, matrix, equation, relation, expression.
 
-Bare comma lists, sets and "a or b" are one shape without order; tuples, intervals, ratios and matrices keep theirs.
+Comma lists, sets and "a or b" are one shape without order; tuples, intervals, ratios, matrices keep theirs.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def _flat(items: list[Shape]) -> tuple[Shape, ...]:
 
 
 def _read_matrix(found: list[str], depth: int) -> Matrix | None:
-    if not (found[0].startswith("\\begin") and found[0][6:] in _MATRICES and found[-1] == "\\end" + found[0][6:]):
+    environment = found[0].removeprefix("\\begin")
+    if environment not in _MATRICES or found[-1] != "\\end" + environment:
         return None
     body = found[1:-1]
     if found[0] == "\\begin{array}" and body and body[0] == "{":
@@ -166,10 +167,11 @@ def _read_statement(found: list[str], depth: int) -> Shape:
 
 
 def _name_of(found: list[str]) -> str:
-    """`x`, `a_{37}`, `f(x)`, `\\theta` or `(p,q,r)` as one string; nothing for anything with a value."""
-    allowed = {"_", "{", "}", "(", ")", ","}
-    if any(not (token in allowed or token.isalpha() or token == "\\theta" or token.isdigit()) for token in found):
+    """`x`, `a_{37}`, `f(x)`, `\\theta` or `(p,q,r)` as one string; nothing for what has a value."""
+    if not found or not (found[0].isalpha() or found[0] in {"(", "\\theta"}):
         return ""
-    starts_as_name = bool(found) and (found[0].isalpha() or found[0] in {"(", "\\theta"})
-    digits_outside = any(token.isdigit() and found[index - 1] not in {"_", "{"} for index, token in enumerate(found))
-    return "" if digits_outside or not starts_as_name else "".join(found)
+    for before, token in zip(["", *found], found, strict=False):
+        is_index = token.isdigit() and before == "{"
+        if not (token.isalpha() or is_index or token in {"_", "{", "}", "(", ")", ",", "\\theta"}):
+            return ""
+    return "".join(found)

@@ -1,52 +1,58 @@
-"""The many spellings of one answer: LaTeX and plain text to a canonical list of tokens, and exact rational numbers.
+"""The many spellings of one answer: LaTeX and plain text to a canonical list of tokens.
 
-Everything is linear in the length of the text and knows no floats. Nothing is evaluated but literal arithmetic on
-fractions, with the size of every result estimated first.
+Pure string work on texts of bounded length; values are never computed here.
 """
 
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 # no alternative of this pattern can match the same text in two ways: it cannot backtrack
-_TOKEN = re.compile(r"\\(?:begin|end)\{[A-Za-z]+\*?\}|\\[A-Za-z]+|\\.|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[A-Za-z]+|\s+|.", re.S)
+_TOKEN = re.compile(
+    r"\\(?:begin|end)\{[A-Za-z]+\*?\}|\\[A-Za-z]+|\\.|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[A-Za-z]+|\s+|.", re.S
+)
 _TEXT_COMMANDS = {
-    "\\" + name
-    for name in "text textbf textnormal textrm textit textsf texttt mbox hbox mathrm mathbf mathit mathsf".split()
-}
-_DROPPED = {"$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\left", "\\right", "\\displaystyle", "\\limits", "\\big", "\\Big",
-            "\\bigl", "\\bigr", "\\Bigl", "\\Bigr", "€", "£", "¥", "\\pounds", "\\bf", "\\rm"}  # fmt: skip
+    "\\text", "\\textbf", "\\textnormal", "\\textrm", "\\textit", "\\textsf", "\\texttt", "\\mbox", "\\hbox",
+    "\\mathrm", "\\mathbf", "\\mathit", "\\mathsf",
+}  # fmt: skip
+_DROPPED = {
+    "$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\left", "\\right", "\\displaystyle", "\\limits", "\\big",
+    "\\Big", "\\bigl", "\\bigr", "\\Bigl", "\\Bigr", "€", "£", "¥", "\\pounds", "\\bf", "\\rm",
+}  # fmt: skip
 _SPACES = {"\\,", "\\!", "\\;", "\\:", "\\ ", "~", "\\quad", "\\qquad"}
 _SAME = {
-    "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\times": "\\cdot", "*": "\\cdot", "\\div": "/",
-    "\\le": "\\leq", "\\leqslant": "\\leq", "\\ge": "\\geq", "\\geqslant": "\\geq", "\\ne": "\\neq", "\\lt": "<",
+    "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\times": "\\cdot",
+    "*": "\\cdot", "\\div": "/",
+    "\\le": "\\leq", "\\leqslant": "\\leq", "\\ge": "\\geq", "\\geqslant": "\\geq", "\\ne": "\\neq",
+    "\\lt": "<",
     "\\gt": ">", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\langle": "(", "\\rangle": ")", "\\lvert": "|",
     "\\rvert": "|", "\\vert": "|", "\\mid": "|", "\\dots": "\\ldots", "\\cdots": "\\ldots", "\\%": "%",
-    "\\varnothing": "\\emptyset", "\\degree": "°", "\\backslash": "\\setminus", "\\infin": "\\infty", "\\lor": "or",
+    "\\varnothing": "\\emptyset", "\\degree": "°", "\\backslash": "\\setminus", "\\infin": "\\infty",
+    "\\lor": "or",
 }  # fmt: skip
 _UNICODE = {
-    "−": "-", "–": "-", "—": "-", "×": "\\cdot ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "≤": "\\leq ",
-    "≥": "\\geq ", "≠": "\\neq ", "∞": "\\infty ", "π": "\\pi ", "√": "\\sqrt ", "∪": "\\cup ", "∩": "\\cap ",
-    "∅": "\\emptyset ", "±": "\\pm ", "、": ",", "，": ",", "。": ".", "∈": "\\in ", "ℝ": "\\mathbb{R}",
+    "−": "-", "–": "-", "—": "-", "×": "\\cdot ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "≤": "\\leq ",  # noqa: RUF001
+    "≥": "\\geq ", "≠": "\\neq ", "∞": "\\infty ", "π": "\\pi ", "√": "\\sqrt ", "∪": "\\cup ", "∩": "\\cap ",  # noqa: RUF001
+    "∅": "\\emptyset ", "±": "\\pm ", "、": ",", "，": ",", "。": ".", "∈": "\\in ", "ℝ": "\\mathbb{R}",  # noqa: RUF001
     "²": "^{2}", "³": "^{3}", "⁴": "^{4}", "⁵": "^{5}", "⁶": "^{6}", "⁷": "^{7}", "⁸": "^{8}", "⁹": "^{9}",
     "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "θ": "\\theta ", "\u3000": " ", "º": "°",
 }  # fmt: skip
-_UNICODE_TABLE = str.maketrans(_UNICODE | {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)
-                                           if chr(code) not in _UNICODE})  # fmt: skip
-_UNITS = set(
-    "cm mm km dm ft kg mg lb lbs oz mph kph sec min hr hrs cents cent dollars dollar euros degrees degree inches inch"
-    " feet foot miles mile meters meter metres metre hours hour minutes minute seconds second days day weeks week"
-    " months month years year people units unit square cubic per percent grams gram liters liter".split()
-)
+_FULL_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
+_UNICODE_TABLE = str.maketrans(_FULL_WIDTH | _UNICODE)
+_UNITS = {
+    "cm", "mm", "km", "dm", "ft", "kg", "mg", "lb", "lbs", "oz", "mph", "kph", "sec", "min", "hr", "hrs",
+    "cents", "cent", "dollars", "dollar", "euros", "degrees", "degree", "inches", "inch", "feet", "foot",
+    "miles", "mile", "meters", "meter", "metres", "metre", "hours", "hour", "minutes", "minute", "seconds",
+    "second", "days", "day", "weeks", "week", "months", "month", "years", "year", "people", "units", "unit",
+    "square", "cubic", "per", "percent", "grams", "gram", "liters", "liter",
+}  # fmt: skip
+_TRIGONOMETRIC = {"\\sin", "\\cos", "\\tan", "\\cot", "\\sec", "\\csc"}
 _NOT_UNITS = {"and", "or", "not", "no", "none", "to", "plus", "minus", "times", "over"}
 _MAX_UNIT_WORDS = 4
-_MAX_BITS = 4096
-_MAX_DEPTH = 24
 
 
 def tokens(text: str) -> list[str]:
-    """Canonical tokens of an answer: spelling differences gone, value untouched. `\\text{...}` is one token."""
+    """Canonical tokens of an answer: differences of spelling gone. `\\text{...}` is one token."""
     raw = [_SAME.get(token, token) for token in _TOKEN.findall(text.translate(_UNICODE_TABLE))]
     found = _join_thousands(_gather_texts([token for token in raw if token not in _DROPPED]))
     found = [token for token in found if not token.isspace() and token not in _SPACES]
@@ -58,19 +64,24 @@ def tokens(text: str) -> list[str]:
 
 def spell(found: list[str]) -> str:
     """One string for a list of tokens; two answers with equal strings are the same answer."""
+    text = join(found)
+    # words do not differ by case; single letters (variables, choices) do
+    return text.casefold() if is_text(found) and len(text) > 1 else text
+
+
+def join(found: list[str]) -> str:
+    """The tokens as LaTeX, with spaces only where two tokens would fuse."""
     joined: list[str] = []
     for token in found:
         if joined and joined[-1].startswith("\\") and joined[-1][-1].isalpha() and token[0].isalpha():
             joined.append(" ")
         joined.append(token)
-    text = "".join(joined)
-    # words do not differ by case; single letters (variables, choices) do
-    return text.casefold() if is_text(found) and len(text) > 1 else text
+    return "".join(joined)
 
 
 def is_text(found: list[str]) -> bool:
     """Whether these tokens are words rather than mathematics: only string equality can judge them."""
-    if any(token.startswith("\\text{") or not token.isascii() and token != "°" for token in found):
+    if any(token.startswith("\\text{") or not (token.isascii() or token == "°") for token in found):
         return True
     if any(token in {'"', "'", "`", "@", "#", "?"} or token.startswith("\\begin") for token in found):
         return True
@@ -79,7 +90,7 @@ def is_text(found: list[str]) -> bool:
 
 
 def unwrap(found: list[str]) -> list[str]:
-    """The inside of braces, of round parentheses around one token, or of one `\\text{...}` that is the whole."""
+    """The inside of braces, of parentheses around one token, or of `\\text{...}`, if they are the whole."""
     while True:
         if len(found) == 1 and found[0].startswith("\\text{"):
             inner = [token for token in _TOKEN.findall(found[0][6:-1]) if not token.isspace()]
@@ -88,16 +99,16 @@ def unwrap(found: list[str]) -> list[str]:
             if inner[-1] == ".":
                 inner.pop()
             found = [_SAME.get(token, token) for token in inner]
-        elif len(found) > 2 and found[0] == "{" and closing(found, 0) == len(found) - 1:
-            found = found[1:-1]
-        elif len(found) == 3 and found[0] == "(" and found[2] == ")":
-            found = found[1:-1]
-        else:
+            continue
+        in_braces = len(found) > 2 and found[0] == "{" and closing(found, 0) == len(found) - 1
+        in_parentheses = len(found) == 3 and (found[0], found[2]) == ("(", ")")
+        if not in_braces and not in_parentheses:
             return found
+        found = found[1:-1]
 
 
 def closing(found: list[str], start: int) -> int | None:
-    """Index of the bracket that closes the one at `start`; any closing kind counts, as half-open intervals need."""
+    """Index of the bracket that closes the one at `start`, of any kind: half-open intervals mix them."""
     depth = 0
     for index in range(start, len(found)):
         if found[index] in {"(", "[", "{", "\\{"}:
@@ -110,7 +121,7 @@ def closing(found: list[str], start: int) -> int | None:
 
 
 def strip_units(found: list[str]) -> list[str]:
-    """`found` without a unit at its end, such as `\\text{ cm}^{2}` or `miles`; percent becomes a `%` token."""
+    """`found` without a unit at its end (`\\text{ cm}^{2}`, `miles`); percent becomes a `%` token."""
     body = list(found)
     exponent = body[-4:] if len(body) > 4 and body[-4] == "^" and body[-2] in {"2", "3"} else []
     if exponent:
@@ -141,7 +152,9 @@ def _gather_texts(found: list[str]) -> list[str]:
         if found[index] in _TEXT_COMMANDS and index + 1 < len(found) and found[index + 1] == "{":
             end = closing(found, index + 1)
             if end is not None:
-                content = " ".join("".join(" " if t in _SPACES else t for t in found[index + 2 : end]).split())
+                content = " ".join(
+                    "".join(" " if t in _SPACES else t for t in found[index + 2 : end]).split()
+                )
                 gathered.append("\\text{" + content + "}")
                 index = end + 1
                 continue
@@ -151,7 +164,7 @@ def _gather_texts(found: list[str]) -> list[str]:
 
 
 def _join_thousands(found: list[str]) -> list[str]:
-    """`10,000`, `10{,}000`, `10\\,000` and `10 000` as one number; a comma list such as `0,1` stays a list."""
+    """`10,000`, `10{,}000`, `10\\,000` and `10 000` as one number; a list such as `0,1` stays a list."""
     joined: list[str] = []
     depth = index = 0
     while index < len(found):
@@ -181,7 +194,7 @@ def _thousands_group(found: list[str], index: int, *, in_brackets: bool) -> int 
 
 
 def _degrees(found: list[str]) -> list[str]:
-    """`^\\circ` and `^{\\circ}` as the token `°`, which is dropped behind a whole number or expression's end."""
+    """`^\\circ` and `^{\\circ}` as the token `°`; only the argument of a trigonometric function keeps it."""
     out: list[str] = []
     index = 0
     while index < len(found):
@@ -193,8 +206,7 @@ def _degrees(found: list[str]) -> list[str]:
         else:
             out.append(found[index])
             index += 1
-    is_angle_of_function = any(token in {"\\sin", "\\cos", "\\tan", "\\cot", "\\sec", "\\csc"} for token in out)
-    return out if is_angle_of_function else [token for token in out if token != "°"]
+    return out if any(token in _TRIGONOMETRIC for token in out) else [token for token in out if token != "°"]
 
 
 def _brace_arguments(found: list[str]) -> list[str]:
@@ -225,129 +237,8 @@ def _brace_one(out: list[str], pending: list[str], *, whole_number: bool) -> Non
     if token in {"(", "["} or token.startswith("\\"):
         return
     pending.pop()
-    if token[0].isdigit() and len(token) > 1 and not whole_number:
-        pending.append(token[1:])
-        token = token[0]
-    elif token.isalpha() and len(token) > 1:
+    takes_one_character = token.isalpha() or (token[0].isdigit() and not whole_number)
+    if takes_one_character and len(token) > 1:
         pending.append(token[1:])
         token = token[0]
     out.extend(["{", token, "}"])
-
-
-class _NotANumber(Exception):
-    """The tokens are no rational literal, or one too large to be worth computing."""
-
-
-def read_number(found: list[str]) -> Fraction | None:
-    """The exact rational that these tokens spell: integers, decimals, fractions, mixed numbers, percent, and + - * / ^
-    of those. None for anything else, and for numbers beyond some 1,200 digits."""
-    reader = _NumberReader(found)
-    try:
-        value = reader.sum(0)
-    except (_NotANumber, ZeroDivisionError):
-        return None
-    return value if reader.index == len(found) else None
-
-
-class _NumberReader:
-    """Recursive descent over the tokens; `depth` bounds the recursion."""
-
-    def __init__(self, found: list[str]) -> None:
-        self.found = found
-        self.index = 0
-
-    def peek(self) -> str:
-        return self.found[self.index] if self.index < len(self.found) else ""
-
-    def take(self, token: str) -> bool:
-        if self.peek() != token:
-            return False
-        self.index += 1
-        return True
-
-    def sum(self, depth: int) -> Fraction:
-        if depth > _MAX_DEPTH:
-            raise _NotANumber
-        sign = 1
-        while self.peek() in {"-", "+"}:
-            sign = -sign if self.peek() == "-" else sign
-            self.index += 1
-        total = sign * self.product(depth)
-        while self.peek() in {"+", "-"}:
-            sign = 1 if self.peek() == "+" else -1
-            self.index += 1
-            total = _bounded(total + sign * self.product(depth))
-        return total
-
-    def product(self, depth: int) -> Fraction:
-        value = self.power(depth)
-        while self.peek() in {"\\cdot", "/", "("}:
-            divides = self.take("/")
-            self.take("\\cdot")
-            factor = self.power(depth)
-            value = _bounded(value / factor if divides else value * factor)
-        return value / 100 if self.take("%") else value
-
-    def power(self, depth: int) -> Fraction:
-        base = self.atom(depth)
-        if not self.take("^"):
-            return base
-        exponent = self.group(depth)
-        if exponent.denominator != 1 or (base == 0 and exponent <= 0):
-            raise _NotANumber
-        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if base not in {0, 1, -1} and bits * abs(exponent) > _MAX_BITS:
-            raise _NotANumber
-        if abs(exponent) > _MAX_BITS:
-            exponent = Fraction(exponent.numerator % 2)  # the base is 0, 1 or -1 here
-        return base ** int(exponent)
-
-    def atom(self, depth: int) -> Fraction:
-        token = self.peek()
-        if token[:1].isdigit() or token[:1] == ".":
-            self.index += 1
-            return self.repeating(token) if "." in token or self.peek() == "." else self.mixed(int(token))
-        if self.take("\\frac"):
-            return _bounded(self.group(depth) / self.group(depth))
-        if self.take("("):
-            value = self.sum(depth + 1)
-            if self.take(")"):
-                return value
-        raise _NotANumber
-
-    def group(self, depth: int) -> Fraction:
-        if self.take("{"):
-            value = self.sum(depth + 1)
-            if self.take("}"):
-                return value
-        raise _NotANumber
-
-    def mixed(self, whole: int) -> Fraction:
-        """`2\\frac{1}{2}` is two and a half, if both parts are plain integers and the fraction is proper."""
-        part = self.found[self.index : self.index + 7]
-        if len(part) == 7 and part[:2] == ["\\frac", "{"] and part[3:5] == ["}", "{"] and part[6] == "}":
-            if part[2].isdigit() and part[5].isdigit() and int(part[2]) < int(part[5]):
-                self.index += 7
-                return whole + Fraction(int(part[2]), int(part[5]))
-        return Fraction(whole)
-
-    def repeating(self, decimal: str) -> Fraction:
-        """A decimal, with `\\overline{...}` as its repeating tail."""
-        if "." not in decimal:
-            self.index += 1
-            decimal += "."
-        value = Fraction("0" + decimal if decimal[0] == "." else decimal.rstrip("."))
-        if not self.take("\\overline"):
-            return value
-        tail = self.found[self.index + 1 : self.index + 2]
-        if self.found[self.index : self.index + 3] != ["{", *tail, "}"] or not tail[0].isdigit():
-            raise _NotANumber
-        self.index += 3
-        num_fixed = len(decimal) - decimal.index(".") - 1
-        return value + Fraction(int(tail[0]), (10 ** len(tail[0]) - 1) * 10**num_fixed)
-
-
-def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
-        raise _NotANumber
-    return value

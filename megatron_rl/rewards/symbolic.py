@@ -1,16 +1,17 @@
-"""Equality of two answers by structure, with Math-Verify reading and SymPy deciding what has no structure of its own.
+"""Equality of two answers by structure; single expressions are read by Math-Verify and decided by SymPy.
 
-Runs only inside a checking process: any call here may take forever, and the parent will kill it. Decisions are
-exact: a number is never compared by its float. Nothing reaches SymPy's own string parser, which evaluates code.
+Runs only inside a checking process: any call here may take forever, and the parent will kill it. Decisions
+are exact: no number is compared by its float. Nothing reaches SymPy's string parser, which evaluates code.
 """
 
 from __future__ import annotations
 
 import logging
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 from math_verify import LatexExtractionConfig, parse
 
+from megatron_rl.rewards.rational import read_number
 from megatron_rl.rewards.shapes import (
     Equation,
     Leaf,
@@ -24,9 +25,10 @@ from megatron_rl.rewards.shapes import (
     read_shape,
     split,
 )
-from megatron_rl.rewards.spelling import read_number, spell, strip_units, tokens
+from megatron_rl.rewards.spelling import join, spell, strip_units, tokens
 
 _MAX_ITEMS = 64
+_MAX_NESTING = 30  # the reader's grammar takes exponential time in it
 _LATEX_ONLY = (LatexExtractionConfig(boxed_match_priority=-1),)
 
 # it warns on every call that its own time-outs are off; they rely on signals, and ours do not
@@ -58,19 +60,15 @@ def _same(gold: Shape, answer: Shape) -> bool:
     if isinstance(gold, Unordered) or isinstance(answer, Unordered):
         return _same_unordered(_items(gold), _items(answer))
     if isinstance(gold, Matrix) and isinstance(answer, Matrix):
+        gold_cells, answer_cells = ([cell for row in one.rows for cell in row] for one in (gold, answer))
         return [len(row) for row in gold.rows] == [len(row) for row in answer.rows] and all(
-            _same(g, a) for grow, arow in zip(gold.rows, answer.rows, strict=True) for g, a in zip(grow, arow, strict=True)
+            _same(g, a) for g, a in zip(gold_cells, answer_cells, strict=True)
         )
     if isinstance(gold, Ordered) and isinstance(answer, Ordered):
-        return (
-            (gold.opening, gold.closing, len(gold.items)) == (answer.opening, answer.closing, len(answer.items))
-            and all(_same(g, a) for g, a in zip(gold.items, answer.items, strict=True))
-        )  # fmt: skip
+        is_like = (gold.opening, gold.closing) == (answer.opening, answer.closing)
+        return is_like and len(gold.items) == len(answer.items) and all(map(_same, gold.items, answer.items))
     if isinstance(gold, Equation) and isinstance(answer, Equation):
         return _same_equation(gold, answer)
-    if isinstance(gold, Leaf) and isinstance(answer, Leaf):
-        if not any(_is_set_expression(leaf) for leaf in (gold, answer)):
-            return _same_leaf(gold, answer)
     return _same_region(gold, answer)
 
 
@@ -92,7 +90,7 @@ def _same_unordered(gold: tuple[Shape, ...], answer: tuple[Shape, ...]) -> bool:
 
 
 def _same_named(gold: Shape, answer: Shape) -> bool:
-    """`x = 5` against `5`, `n = 5` against `x = 5`? The name is spelling, unless both sides give a different one."""
+    """`x = 5` equals `5`: a name is spelling, unless the other side gives a different one."""
     if isinstance(gold, Named) and isinstance(answer, Named):
         return gold.name == answer.name and _same(gold.value, answer.value)
     if isinstance(gold, Equation) and isinstance(answer, Named):
@@ -157,14 +155,8 @@ def _has_base(found: tuple[str, ...]) -> bool:
     return any(token == "_" and found[index - 1].isdigit() for index, token in enumerate(found) if index)
 
 
-def _is_set_expression(leaf: Leaf) -> bool:
-    return any(token in {"\\setminus", "\\infty", "\\mathbb", "\\emptyset"} for token in leaf.tokens)
-
-
 def _same_region(gold: Shape, answer: Shape) -> bool:
-    """Intervals, unions and inequalities as sets of reals; only where both are regions."""
-    if isinstance(gold, Leaf) and isinstance(answer, Leaf) and spell([*gold.tokens]) == spell([*answer.tokens]):
-        return True
+    """Intervals, unions and inequalities as sets of reals where both are regions; else two expressions."""
     regions = (_region(gold), _region(answer))
     if regions[0] is not None and regions[1] is not None:
         return bool(regions[0] == regions[1] or (regions[0] ^ regions[1]) == sympy.S.EmptySet)
@@ -174,11 +166,8 @@ def _same_region(gold: Shape, answer: Shape) -> bool:
 
 
 def _region(shape: Shape) -> sympy.Set | None:
-    if isinstance(shape, Ordered) and len(shape.items) == 2 and shape.opening in "([" and shape.closing in ")]":
-        ends = [_end(item) for item in shape.items]
-        if ends[0] is None or ends[1] is None or not all(end.is_extended_real for end in ends):
-            return None
-        return sympy.Interval(ends[0], ends[1], shape.opening == "(", shape.closing == ")")
+    if isinstance(shape, Ordered):
+        return _interval(shape)
     if isinstance(shape, Union):
         parts = [_region(part) for part in shape.parts]
         return None if any(part is None for part in parts) else sympy.Union(*parts)
@@ -192,15 +181,23 @@ def _region(shape: Shape) -> sympy.Set | None:
     return None
 
 
+def _interval(shape: Ordered) -> sympy.Set | None:
+    if len(shape.items) != 2 or shape.opening == ":":
+        return None
+    low, high = (_end(item) for item in shape.items)
+    if low is None or high is None or not (low.is_extended_real and high.is_extended_real):
+        return None
+    return sympy.Interval(low, high, shape.opening == "(", shape.closing == ")")
+
+
 def _end(shape: Shape) -> sympy.Expr | None:
     if not isinstance(shape, Leaf) or shape.is_text():
         return None
-    found = [token for token in shape.tokens if token != "+"] if "\\infty" in shape.tokens else list(shape.tokens)
-    if found == ["\\infty"]:
+    if shape.tokens in {("\\infty",), ("+", "\\infty")}:
         return sympy.oo
-    if found == ["-", "\\infty"]:
+    if shape.tokens == ("-", "\\infty"):
         return -sympy.oo
-    return _expression(tuple(found))
+    return _expression(shape.tokens)
 
 
 def _relation_region(found: list[str]) -> sympy.Set | None:
@@ -245,7 +242,9 @@ def _expression(found: tuple[str, ...]) -> sympy.Expr:
     value = read_number(list(found))
     if value is not None:
         return sympy.Rational(value.numerator, value.denominator)
-    latex = " ".join(_radians(strip_units(list(found))))
+    if _nesting(found) > _MAX_NESTING:
+        raise _Unreadable("nested too deeply")
+    latex = join(_radians(strip_units(list(found))))
     try:
         read = parse(
             f"${latex}$",
@@ -264,12 +263,20 @@ def _expression(found: tuple[str, ...]) -> sympy.Expr:
     return sympy.nsimplify(read[0], rational=True) if read[0].has(sympy.Float) else read[0]
 
 
+def _nesting(found: tuple[str, ...]) -> int:
+    depth = deepest = 0
+    for token in found:
+        depth += (token in {"(", "[", "{", "\\{"}) - (token in {")", "]", "}", "\\}"})
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def _radians(found: list[str]) -> list[str]:
-    """`15 °` as `( 15 \\pi / 180 )`."""
+    """`15 °` as `15 \\pi / 180`."""
     out: list[str] = []
     for token in found:
         if token == "°" and out and out[-1][0].isdigit():
-            out[-1] = f"{{ \\left( \\frac{{ {out[-1]} \\pi }}{{ 180 }} \\right) }}"
+            out[-1] = f"{{\\left(\\frac{{{out[-1]}\\pi}}{{180}}\\right)}}"
         elif token != "°":
             out.append(token)
     return out

@@ -1,6 +1,6 @@
-"""One checking process: reads length-prefixed JSON requests on stdin, answers on stdout, ends when stdin ends.
+"""One checking process: length-prefixed JSON requests on stdin, answers on stdout; ends when stdin ends.
 
-It is started as a program of its own, imports no torch, and limits its own memory and CPU time. The parent
+Started as a program of its own, imports no torch, limits its own memory and CPU time. The parent
 (`rewards.pool`) keeps the clock and kills it on overrun.
 """
 
@@ -11,7 +11,7 @@ import os
 import resource
 import struct
 import sys
-from typing import BinaryIO
+from typing import IO
 
 MAX_FRAME_BYTES = 1 << 20
 ADDRESS_SPACE_BYTES = 2 << 30
@@ -19,14 +19,14 @@ _LOG_FILE_BYTES = 1 << 20
 _HEADER = struct.Struct(">I")
 
 
-def write_frame(stream: BinaryIO, message: dict[str, object]) -> None:
+def write_frame(stream: IO[bytes], message: dict[str, object]) -> None:
     """One message as 4 bytes of length (big-endian) and that many bytes of ASCII JSON."""
     body = json.dumps(message).encode("ascii")
     stream.write(_HEADER.pack(len(body)) + body)
     stream.flush()
 
 
-def read_frame(stream: BinaryIO) -> dict[str, object] | None:
+def read_frame(stream: IO[bytes]) -> dict[str, object] | None:
     """The next message, or None at the end of the stream."""
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
@@ -65,8 +65,8 @@ def main() -> None:
         write_frame(replies, {"verdict": verdict, "reason": reason})
 
 
-def _private_stdout() -> BinaryIO:
-    """The reply pipe under a new descriptor; descriptor 1 becomes stderr, so a stray print cannot forge a reply."""
+def _private_stdout() -> IO[bytes]:
+    """The reply pipe under a new descriptor; 1 becomes stderr, so a stray print cannot forge a reply."""
     private = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(private, "wb")

@@ -1,0 +1,93 @@
+"""The reward of a recipe: a weighted sum of named parts, with the verdict of the one that judges answers."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from megatron_rl.data.types import RewardResult, Verdict
+from megatron_rl.errors import RecipeError, RewardError
+from megatron_rl.rewards import REWARDS
+from megatron_rl.rewards.protocol import Grade, Reward, RewardInput
+
+
+def check_reward_names(weights: Mapping[str, float], *, place: str = "rewards") -> None:
+    """Raises RecipeError unless names are known, weights finite, and exactly one part judges answers."""
+    for name, weight in weights.items():
+        if name not in REWARDS:
+            close = difflib.get_close_matches(name, REWARDS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            allowed = ", ".join(sorted(REWARDS))
+            raise RecipeError(f"{place}.{name}: unknown reward, allowed are {allowed}{hint}")
+        if not math.isfinite(weight):
+            raise RecipeError(f"{place}.{name}: weight {weight} is not finite; give a number such as 1.0")
+    judges = sorted(name for name in weights if REWARDS[name].judges_answers)
+    if len(judges) != 1:
+        known = ", ".join(sorted(name for name, entry in REWARDS.items() if entry.judges_answers))
+        raise RecipeError(
+            f"{place}: needs exactly one reward that judges answers ({known}), "
+            f"got {', '.join(judges) if judges else 'none'} in {{{', '.join(sorted(weights))}}}"
+        )
+
+
+class RewardModel:
+    """Grades responses by every named reward: `score` = sum of weight * part, parts unweighted, 0 to 1."""
+
+    def __init__(self, weights: Mapping[str, float], *, workers: int = 1, timeout_s: float = 5.0) -> None:
+        """`workers` checking processes, each killed after `timeout_s` on one answer. Raises RecipeError."""
+        check_reward_names(weights)
+        self._weights = dict(weights)
+        self._judge = next(name for name in weights if REWARDS[name].judges_answers)
+        self._rewards: dict[str, Reward] = {name: REWARDS[name].build(workers, timeout_s) for name in weights}
+        self._counts: Counter[Verdict] = Counter()
+        self._lock = threading.Lock()
+
+    def grade(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
+        """One result per input, in order. Never raises for what a response contains."""
+        grades = {name: self._grade_by(name, inputs) for name in self._rewards}
+        results = [
+            self._combine({name: of[index] for name, of in grades.items()}) for index in range(len(inputs))
+        ]
+        with self._lock:
+            self._counts.update(result.verdict for result in results)
+        return results
+
+    def take_counts(self) -> dict[Verdict, int]:
+        """How often each verdict was given since the last call; all six are present."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return {verdict: counts[verdict] for verdict in Verdict}
+
+    def close(self) -> None:
+        """Release every process; safe to call twice."""
+        for reward in self._rewards.values():
+            reward.close()
+
+    def __enter__(self) -> RewardModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _grade_by(self, name: str, inputs: Sequence[RewardInput]) -> list[Grade]:
+        grades = self._rewards[name].grade(inputs)
+        if len(grades) != len(inputs):
+            # one grade too many or too few would shift every later reward
+            raise RewardError(f"rewards.{name}: {len(grades)} grades for {len(inputs)} responses")
+        return grades
+
+    def _combine(self, grades: Mapping[str, Grade]) -> RewardResult:
+        judged = grades[self._judge]
+        assert judged.verdict is not None
+        return RewardResult(
+            score=sum(self._weights[name] * grade.score for name, grade in grades.items()),
+            parts={name: grade.score for name, grade in grades.items()},
+            verdict=judged.verdict,
+            reason=judged.reason,
+        )
