@@ -117,6 +117,17 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut_into_micro_batches(a
         torch.testing.assert_close(merged, metric.value, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_policy_gradient_follows_a_scale_on_the_loss():
+    batch, logprob = _batch(LENGTHS)
+    logprob.requires_grad_()
+    options = {"surrogate": gppo(0.2, 0.28), "aggregate": "token_mean", "normaliser": 7.0}
+    plain, scaled = (
+        torch.autograd.grad(policy_loss(logprob, None, batch, **options).loss * scale, logprob)[0]
+        for scale in (1.0, -4.0)
+    )
+    assert plain.abs().max() > 0 and torch.equal(scaled, -4 * plain)
+
+
 def test_policy_metrics_say_what_happened():
     batch, _ = _batch([5, 2])
     # the trained tokens are 1 to 4: ratios of 2, 0.5, 1 and 1
