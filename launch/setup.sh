@@ -20,8 +20,7 @@ wanted="$kind $({ pwd; cat "$requirements" setup.py launch/setup.sh; } | sha256s
 find_python() {
     for candidate in python3.11 python3 /usr/bin/python3.11; do
         if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-            echo "$candidate"
-            return
+            echo "$candidate" && return
         fi
     done
     echo "error: no Python 3.11 with its venv module; install it, such as: apt-get install python3.11-venv" >&2
@@ -29,14 +28,14 @@ find_python() {
 }
 
 quietly() {
-    if ! "$@" >>.venv/setup.log 2>&1 </dev/null; then
-        tail -n 40 .venv/setup.log >&2
-        echo "error: failed: $*; all output: .venv/setup.log" >&2
-        exit 1
-    fi
+    "$@" >>.venv/setup.log 2>&1 </dev/null && return
+    tail -n 40 .venv/setup.log >&2
+    echo "error: failed: $*; all output: .venv/setup.log" >&2
+    exit 1
 }
-pip() { quietly .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
-install() { pip install --root-user-action=ignore "$@"; }
+install() {
+    quietly .venv/bin/python -m pip --disable-pip-version-check --no-input install --root-user-action=ignore "$@"
+}
 
 echo "setting up .venv ($kind), which takes a few minutes the first time"
 # a started set-up that never finished leaves packages half unpacked

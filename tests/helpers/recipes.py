@@ -1,4 +1,4 @@
-"""A small recipe with its model directory and data files, for tests of loading, checking and the command line."""
+"""A small recipe with its model directory and data files, for tests of recipes and the command line."""
 
 from __future__ import annotations
 

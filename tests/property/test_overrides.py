@@ -18,8 +18,10 @@ SCALARS = (
 )  # fmt: skip
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.text(string.ascii_letters, min_size=1), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(string.ascii_letters, min_size=1), inner, max_size=3)
+    ),
 )
 
 

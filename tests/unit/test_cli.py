@@ -50,7 +50,9 @@ def test_options_may_stand_between_overrides(recipe, capsys):
     assert "tp 2 x pp 1 x dp 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [[], ["fly"], ["train"], ["check", "r.yaml", "--world", "0"], ["train", "r", "--bad"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["fly"], ["train"], ["check", "r.yaml", "--world", "0"], ["train", "r", "--bad"]]
+)
 def test_wrong_usage_exits_with_code_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         main(argv)
@@ -109,7 +111,11 @@ def test_check_imports_none_of_the_heavy_packages(recipe):
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, recipe], capture_output=True, text=True, timeout=60, env=_path_to_here()
+        [sys.executable, "-c", program, recipe],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=_path_to_here(),
     )
     assert (done.returncode, done.stderr) == (0, "")
 

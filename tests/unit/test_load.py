@@ -41,8 +41,9 @@ def test_a_good_recipe_loads_with_its_defaults(tmp_path):
     ("text", "value"),
     [
         ("1e-6", 1e-6), ("1E3", 1000.0), (".5", 0.5), ("1.", 1.0), ("-2", -2), ("010", 10), ("0x10", 16),
-        ("0o17", 15), ("yes", "yes"), ("on", "on"), ("true", True), ("1:30", "1:30"), ("2020-01-01", "2020-01-01"),
-        ("1_000", "1_000"), ("~", None), ("", None), ("'1'", "1"), ("[1, a]", [1, "a"]), ("{a: 1}", {"a": 1}),
+        ("0o17", 15), ("yes", "yes"), ("on", "on"), ("true", True), ("1:30", "1:30"),
+        ("2020-01-01", "2020-01-01"), ("1_000", "1_000"), ("~", None), ("", None), ("'1'", "1"),
+        ("[1, a]", [1, "a"]), ("{a: 1}", {"a": 1}),
     ],
 )  # fmt: skip
 def test_scalars_follow_yaml_1_2(text, value):
@@ -52,7 +53,23 @@ def test_scalars_follow_yaml_1_2(text, value):
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 3, 1e-6, 1e22, 0.1, "1e-6", "true", "", "a: b", "é\n\x07", "x y", "null", [1, [2.0]], {"a": 1}],
+    [
+        None,
+        True,
+        3,
+        1e-6,
+        1e22,
+        0.1,
+        "1e-6",
+        "true",
+        "",
+        "a: b",
+        "é\n\x07",
+        "x y",
+        "null",
+        [1, [2.0]],
+        {"a": 1},
+    ],
 )
 def test_formatted_values_read_back_the_same(value):
     assert parse_value(format_value(value)) == value
@@ -152,7 +169,9 @@ def test_origins_tell_file_override_and_default_apart(tmp_path):
 
 
 def test_the_resolved_recipe_loads_again_to_the_same_recipe(tmp_path):
-    loaded = load(tmp_path, overrides=["model.hf_path='a: b # c'", "stages.1.curriculum=[]", "checkpoint=null"])
+    loaded = load(
+        tmp_path, overrides=["model.hf_path='a: b # c'", "stages.1.curriculum=[]", "checkpoint=null"]
+    )
     text = resolved_yaml(loaded)
     assert load(tmp_path, text).recipe == loaded.recipe
     assert "lr: 0.001  # file" in text

@@ -20,14 +20,18 @@ def refusal(tmp_path, *overrides):
 
 
 def test_list_positions_and_nested_keys_can_be_set(tmp_path):
-    recipe = load(tmp_path, "stages.1.optimizer.lr=1e-6", "stages.1.curriculum.0.difficulty.1=4", "layout.tp=2")
+    recipe = load(
+        tmp_path, "stages.1.optimizer.lr=1e-6", "stages.1.curriculum.0.difficulty.1=4", "layout.tp=2"
+    )
     assert recipe.stages[1].optimizer.lr == 1e-6
     assert recipe.stages[1].curriculum[0].difficulty == (2.0, 4.0)
     assert recipe.layout.tp == 2
 
 
 def test_optional_fields_that_the_file_leaves_out_can_be_set(tmp_path):
-    recipe = load(tmp_path, "stages.1.algorithm.dual_clip=3", "stages.1.engine.tp=2", "stages.1.eval.max_prompts=7")
+    recipe = load(
+        tmp_path, "stages.1.algorithm.dual_clip=3", "stages.1.engine.tp=2", "stages.1.eval.max_prompts=7"
+    )
     assert recipe.stages[1].algorithm.dual_clip == 3.0
     assert recipe.stages[1].engine.tp == 2
     assert recipe.stages[1].eval.max_prompts == 7
@@ -58,7 +62,7 @@ def test_a_value_may_hold_an_equals_sign(tmp_path):
         ("stages.1.optimizer.lrr=1", "stages.1.optimizer.lrr (override): unknown key; did you mean 'lr'?"),
         ("stages.1.sampling.temprature=1",
          "stages.1.sampling.temprature (override): unknown key; did you mean 'temperature'?"),
-        ("stages.0.group_size=2", "stages.0.group_size (override): unknown key; known here: kind, data, steps"),
+        ("stages.0.group_size=2", "stages.0.group_size (override): unknown key; known here: kind, data"),
         ("stages.2.optimizer.lr=1",
          "stages.2.optimizer.lr (override): stages is a list and has no entry '2'; its positions are 0 to 1"),
         ("stages.rl.iterations=1", "stages is a list and has no entry 'rl'"),

@@ -45,7 +45,8 @@ def test_a_good_recipe_gives_its_numbers(recipe):
 def test_a_given_spec_is_used_instead_of_the_directory(recipe):
     spec = ModelSpec(
         family="qwen2", num_layers=2, hidden_size=8, ffn_size=8, num_heads=2, num_kv_heads=1, head_dim=4,
-        vocab_size=10, max_positions=128, rope_theta=1e4, norm_eps=1e-6, tied=True, qkv_bias=True, qk_norm=False,
+        vocab_size=10, max_positions=128, rope_theta=1e4, norm_eps=1e-6, tied=True,
+        qkv_bias=True, qk_norm=False,
     )  # fmt: skip
     assert check_recipe(load_recipe(recipe), world_size=1, model_spec=spec).spec is spec
 
@@ -68,9 +69,10 @@ CASES = [
     (["stages.0.schedule.warmup_steps=21"], 1, "stages.0.schedule.warmup_steps", "use at most 20"),
     (["stages.1.schedule.warmup_steps=13"], 1, "stages.1.schedule.warmup_steps", "has 12 optimizer steps"),
     (["stages.0.schedule.min_lr=1"], 1, "stages.0.schedule.min_lr", "must be at most optimizer.lr = 0.001"),
-    (["stages.1.schedule.min_lr=1e-6"], 1, "stages.1.schedule.min_lr", "which a constant schedule does not use"),
+    (["stages.1.schedule.min_lr=1e-6"], 1, "stages.1.schedule.min_lr", "a constant schedule does not use"),
     (["stages.1.algorithm.dual_clip=1"], 1, "stages.1.algorithm.dual_clip", "got 1.0, must be above 1"),
-    (["stages.1.algorithm.surrogate=grpo", "stages.1.algorithm.clip_high=0.3"], 1, "stages.1.algorithm.clip_high",
+    (["stages.1.algorithm.surrogate=grpo", "stages.1.algorithm.clip_high=0.3"], 1,
+     "stages.1.algorithm.clip_high",
      "not used by surrogate grpo, only by gppo and clip_higher"),
     (["stages.1.algorithm.surrogate=clip_higher", "stages.1.algorithm.beta_low=0.5"], 1,
      "stages.1.algorithm.beta_low", "not used by surrogate clip_higher, only by gppo"),

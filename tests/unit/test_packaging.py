@@ -1,0 +1,110 @@
+"""What is installed: both packages in one wheel, the command, and the entry point that vLLM looks for."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import megatron_rl
+from tests.helpers.source import ROOT
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """A wheel built without network from a copy of what packaging reads."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("megatron_rl", "kernels"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
+    done = subprocess.run(
+        [*command, "-w", str(out), str(source)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return zipfile.ZipFile(next(out.glob("*.whl")))
+
+
+def installed(wheel: zipfile.ZipFile, name: str) -> str:
+    path = next(entry for entry in wheel.namelist() if entry.endswith(f".dist-info/{name}"))
+    return wheel.read(path).decode()
+
+
+def test_the_wheel_holds_every_module_of_both_packages(wheel):
+    expected = {
+        path.relative_to(base).as_posix()
+        for base, package in ((ROOT, "megatron_rl"), (ROOT / "kernels", "megatron_rl_kernels"))
+        for path in (base / package).rglob("*.py")
+    }
+    assert {name for name in wheel.namelist() if name.endswith(".py")} == expected
+
+
+def test_the_wheel_declares_the_command_and_the_vllm_plugin(wheel):
+    text = installed(wheel, "entry_points.txt")
+    assert "[console_scripts]\nmegatron-rl = megatron_rl.cli:main" in text
+    assert "[vllm.general_plugins]\nmegatron_rl = megatron_rl.rollout.vllm_plugin:register" in text
+
+
+def test_every_entry_point_leads_to_a_function(wheel):
+    for target in re.findall(r"= (\S+:\S+)", installed(wheel, "entry_points.txt")):
+        module, function = target.split(":")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_wheel_carries_version_licence_and_extras(wheel):
+    metadata = installed(wheel, "METADATA")
+    assert f"Version: {megatron_rl.__version__}" in metadata
+    assert {"cpu", "gpu", "dev"} == set(re.findall(r"Provides-Extra: (\w+)", metadata))
+    assert "Apache License" in installed(wheel, "licenses/LICENSE")
+
+
+def pinned(name: str) -> dict[str, str]:
+    """Requirement name, normalised, to its exact version."""
+    lines = (ROOT / "launch" / name).read_text().splitlines()
+    wanted = [line.split("==") for line in lines if line and not line.startswith("#")]
+    assert all(len(parts) == 2 for parts in wanted), "every line is NAME==VERSION"
+    return {_normal(package): version for package, version in wanted}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name.split("[")[0]).lower()
+
+
+def declared() -> dict[str, set[str]]:
+    """Names that setup.py asks for: its core, and each extra."""
+    strings: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())):
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "CORE":
+            strings["core"] = set(ast.literal_eval(node.value))
+        if isinstance(node, ast.keyword) and node.arg == "extras_require":
+            strings |= {extra: set(names) for extra, names in ast.literal_eval(node.value).items()}
+    return {
+        key: {_normal(re.split(r"[<>=]", name)[0]) for name in names} for key, names in strings.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_the_pinned_set_holds_all_that_setup_declares(kind):
+    names = declared()
+    assert names["core"] | names[kind] | names["dev"] <= set(pinned(f"requirements-{kind}.txt"))
+
+
+def test_the_cpu_set_leaves_out_what_breaks_beside_the_cpu_build_of_torch():
+    names = pinned("requirements-cpu.txt")
+    assert names["torch"].endswith("+cpu")
+    assert not {"torchvision", "torchaudio", "torchcodec"} & set(names)
+
+
+def test_apex_never_comes_from_pypi():
+    requirements = [line for path in Path(ROOT / "launch").glob("*.txt") for line in path.read_text().splitlines()]
+    assert not any(re.match(r"apex\b", line) for line in requirements)
+    assert not any("apex" in names for names in declared().values())
