@@ -1,0 +1,196 @@
+"""What a checkpoint directory promises: complete or refused by name, published at once, kept as asked."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.errors import CheckpointError
+from megatron_rl.model.checkpoint_files import (
+    SavedState,
+    check_same_recipe,
+    find_latest,
+    flat_recipe,
+    publish_checkpoint,
+    retain_newest,
+    start_checkpoint,
+)
+from megatron_rl.recipe.schema import CheckpointConfig, LayoutConfig, ModelConfig, Recipe, RunConfig
+from megatron_rl.recipe.stages import OptimizerConfig, SftStage
+
+STAGE = SftStage(
+    kind="sft", data="data.jsonl", steps=10, global_batch_size=8, tokens_per_microbatch=64,
+    optimizer=OptimizerConfig(lr=1e-3),
+)
+RECIPE = Recipe(name="tiny", model=ModelConfig(hf_path="models/tiny"), stages=(STAGE,))
+
+
+def publish(root: Path, *, stage: int = 0, step: int, **progress: Any) -> Path:
+    """A complete checkpoint with two stand-in tensor files."""
+    progress = {"stage": stage, "step": step, **progress}
+    directory = start_checkpoint(root, f"stage_{stage}_step_{step:06d}")
+    write_tensors(directory)
+    recipe = flat_recipe(RECIPE)
+    return publish_checkpoint(
+        directory, progress=progress, optimizer_steps=step, recipe=recipe, versions={"torch": "2"}
+    )
+
+
+def write_tensors(directory: Path) -> None:
+    for part in ("model", "optimizer"):
+        (directory / part).mkdir()
+        (directory / part / "__0_0.distcp").write_bytes(b"tensor" * 100)
+
+
+def latest(root: Path) -> SavedState:
+    saved = find_latest(root)
+    assert saved is not None
+    return saved
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
+def test_latest_is_none_before_the_first_checkpoint(tmp_path: Path) -> None:
+    assert find_latest(tmp_path / "checkpoints") is None
+
+
+def test_latest_gives_back_what_was_saved(tmp_path: Path) -> None:
+    path = publish(tmp_path, stage=1, step=20, sampler={"cursors": [3, 4], "share": 0.1})
+    assert latest(tmp_path) == SavedState(
+        path=path,
+        progress={"stage": 1, "step": 20, "sampler": {"cursors": [3, 4], "share": 0.1}},
+        optimizer_steps=20,
+        recipe=flat_recipe(RECIPE),
+    )
+    assert path == tmp_path / "stage_1_step_000020"
+
+
+@pytest.mark.parametrize("damaged", ["state.json", "model/__0_0.distcp", "optimizer/__0_0.distcp"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_damaged_checkpoint_is_an_error_naming_the_file(tmp_path: Path, damaged: str, damage: str) -> None:
+    file = publish(tmp_path, step=5) / damaged
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(CheckpointError, match=damaged):
+        find_latest(tmp_path)
+
+
+def test_a_latest_that_names_nothing_is_an_error_that_lists_what_is_there(tmp_path: Path) -> None:
+    publish(tmp_path, step=5)
+    (tmp_path / "latest").write_text("stage_0_step_000007\n")
+    with pytest.raises(CheckpointError, match=r"latest: names 'stage_0_step_000007'.*stage_0_step_000005"):
+        find_latest(tmp_path)
+    (tmp_path / "latest").write_text("../elsewhere\n")
+    with pytest.raises(CheckpointError, match="must name a checkpoint"):
+        find_latest(tmp_path)
+
+
+def test_a_state_of_another_format_is_an_error(tmp_path: Path) -> None:
+    file = publish(tmp_path, step=5) / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
+    with pytest.raises(CheckpointError, match=r"state\.json: format is 99"):
+        find_latest(tmp_path)
+
+
+def test_retention_keeps_the_newest_by_stage_and_step(tmp_path: Path) -> None:
+    for stage, step in ((0, 9), (0, 10), (0, 100), (1, 5), (1, 20)):
+        publish(tmp_path, stage=stage, step=step)
+        retain_newest(tmp_path, keep=3)
+    assert names(tmp_path) == ["stage_0_step_000100", "stage_1_step_000005", "stage_1_step_000020"]
+
+
+def test_retention_never_deletes_the_one_that_latest_names(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        publish(tmp_path, step=step)
+    # the run is taken back by hand
+    (tmp_path / "latest").write_text("stage_0_step_000010\n")
+    retain_newest(tmp_path, keep=1)
+    assert names(tmp_path) == ["stage_0_step_000010", "stage_0_step_000030"]
+
+
+def test_a_run_taken_back_replaces_what_it_had_saved_later(tmp_path: Path) -> None:
+    for step in (10, 20):
+        publish(tmp_path, step=step)
+    (tmp_path / "latest").write_text("stage_0_step_000010\n")
+    publish(tmp_path, step=20, attempt=2)
+    assert latest(tmp_path).progress == {"stage": 0, "step": 20, "attempt": 2}
+
+
+def test_the_latest_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    publish(tmp_path, step=10)
+    with pytest.raises(CheckpointError, match="stage_0_step_000010: is the latest checkpoint already"):
+        publish(tmp_path, step=10, attempt=2)
+    assert latest(tmp_path).progress == {"stage": 0, "step": 10}
+
+
+class KilledWhileWritten(dict[str, str]):
+    """Versions that end the process at the moment they are written into the state file."""
+
+    def items(self) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_until_killed(root: Path) -> None:
+    directory = start_checkpoint(root, "stage_0_step_000020")
+    write_tensors(directory)
+    progress, fatal = {"stage": 0, "step": 20}, KilledWhileWritten(torch="2")
+    publish_checkpoint(directory, progress=progress, optimizer_steps=20, recipe={}, versions=fatal)
+
+
+def test_a_process_killed_before_publishing_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    publish(tmp_path, step=10)
+    process = multiprocessing.get_context("spawn").Process(target=save_until_killed, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert names(tmp_path) == [".tmp-stage_0_step_000020", "stage_0_step_000010"]
+    assert latest(tmp_path).progress == {"stage": 0, "step": 10}
+    # the next save clears it away
+    publish(tmp_path, step=30)
+    assert names(tmp_path) == ["stage_0_step_000010", "stage_0_step_000030"]
+
+
+def test_a_process_killed_before_the_first_latest_leaves_its_checkpoint(tmp_path: Path) -> None:
+    publish(tmp_path, step=10)
+    (tmp_path / "latest").unlink()
+    assert latest(tmp_path).progress == {"stage": 0, "step": 10}
+
+
+def saved_by(recipe: Recipe) -> SavedState:
+    path = Path("run/stage_0_step_000010")
+    return SavedState(path=path, progress={}, optimizer_steps=10, recipe=flat_recipe(recipe))
+
+
+def test_another_recipe_is_an_error_that_lists_every_key() -> None:
+    other = replace(
+        RECIPE, run=RunConfig(seed=7), stages=(replace(STAGE, optimizer=OptimizerConfig(lr=2e-3)), STAGE)
+    )
+    with pytest.raises(CheckpointError) as caught:
+        check_same_recipe(saved_by(RECIPE), flat_recipe(other))
+    text = str(caught.value)
+    assert "run.seed: was 1, is 7" in text
+    assert "stages.0.optimizer.lr: was 0.001, is 0.002" in text
+    assert "stages.1.data: was not set, is" in text
+
+
+def test_layout_checkpointing_and_microbatches_may_change() -> None:
+    moved = replace(
+        RECIPE,
+        name="elsewhere",
+        layout=LayoutConfig(tp=4, pp=2, sp=True),
+        run=RunConfig(torch_threads=8, collective_timeout_s=60.0),
+        checkpoint=CheckpointConfig(every_steps=5),
+        stages=(replace(STAGE, tokens_per_microbatch=4096),),
+    )
+    check_same_recipe(saved_by(RECIPE), flat_recipe(moved))
