@@ -40,12 +40,10 @@ install() {
 echo "setting up .venv ($kind), which takes a few minutes the first time"
 # a started set-up that never finished leaves packages half unpacked
 [[ -e .venv/setup-started ]] && rm -rf .venv
-if [[ ! -x .venv/bin/python ]]; then
-    python=$(find_python)
-    "$python" -m venv .venv
-fi
+python=$(find_python)
+mkdir -p .venv && touch .venv/setup-started
 rm -f .venv/setup-stamp .venv/setup.log
-touch .venv/setup-started
+[[ -x .venv/bin/python ]] || quietly "$python" -m venv .venv
 
 if [[ $kind == cpu ]]; then
     # the CPU build of torch is not on PyPI, and no other package may come from its index

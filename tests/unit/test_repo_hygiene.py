@@ -1,4 +1,4 @@
-"""The repository as a newcomer finds it: no private paths, small strict scripts, a README whose tree is true."""
+"""The repository as a newcomer finds it: no private paths, small strict scripts, a true README tree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.recipe.load import load_recipe
 from tests.helpers.source import ROOT
 
 TEXT = {".py", ".md", ".yaml", ".toml", ".txt", ".sh", ".sbatch", ".cu", ".cpp", ".h", ".json", ""}
-SKIPPED = {".git", ".venv", "runs", "models", "data", "build", "dist", "node_modules"}
+SKIPPED = {".git", ".venv", "runs", "models", "data", "build", "dist", ".hypothesis"}
 MAX_SCRIPT_LINES, MAX_RECIPE_LINES = 60, 80
 
 # a path of somebody's machine, put together so that this file does not hold one
@@ -24,8 +24,8 @@ def repository_files() -> list[Path]:
     files = []
     for path in sorted(ROOT.rglob("*")):
         parts = path.relative_to(ROOT).parts
-        is_skipped = parts[0] in SKIPPED or any(p.endswith(("_cache", "__pycache__", ".egg-info")) for p in parts)
-        if path.is_file() and not is_skipped and ".hypothesis" not in parts and path.suffix in TEXT:
+        is_cache = any(part.endswith(("_cache", "__pycache__", ".egg-info")) for part in parts)
+        if path.is_file() and not is_cache and parts[0] not in SKIPPED and path.suffix in TEXT:
             files.append(path)
     return files
 
@@ -80,8 +80,8 @@ def test_every_recipe_loads_and_is_short(recipe):
 
 def test_every_path_of_the_tree_in_the_readme_exists():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = [block for block in re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL) if "megatron_rl/" in block]
-    tree = next(block for block in blocks if "recipes/" in block and "launch/" in block)
+    blocks = re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL)
+    tree = next(block for block in blocks if all(name in block for name in ("recipes/", "launch/", "tests/")))
     # the first words of lines that are not indented; `#` begins the explanation
     named = [word for line in tree.splitlines() if line[:1].strip() for word in top_level_paths(line)]
     assert {"megatron_rl/", "kernels/", "launch/", "recipes/", "tools/", "tests/"} <= set(named)
@@ -89,10 +89,10 @@ def test_every_path_of_the_tree_in_the_readme_exists():
 
 
 def top_level_paths(line: str) -> list[str]:
-    """Leading words of a tree line that are paths: `setup.py pyproject.toml LICENSE` or `tests/   unit, ...`."""
+    """Leading words of a tree line that are paths: `setup.py LICENSE`, or `tests/` of `tests/   unit, ...`."""
     words: list[str] = []
     for word in line.replace("├── ", "").replace("└── ", "").split():
-        if words and words[-1].endswith("/") or not re.fullmatch(r"[\w.\-]+(/[\w.\-]*)*", word):
+        if (words and words[-1].endswith("/")) or not re.fullmatch(r"[\w.\-]+(/[\w.\-]*)*", word):
             break
         words.append(word)
     return words
