@@ -1,7 +1,7 @@
 """Causal attention over packed sequences of different lengths: the core attention of the model.
 
-On CPU, and wherever flash-attn is missing, sequences of similar length are padded on the right into one batch:
-a causal mask alone then hides the padding, so no mask tensor is built and no sequence is visited in Python.
+On CPU, and wherever flash-attn is missing, sequences of similar length are padded on the right into one
+batch: a causal mask alone then hides the padding, so no mask is built and no sequence is visited in Python.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron_rl.data.types import PackedBatch
 
 @dataclass(frozen=True, slots=True)
 class LengthClasses:
-    """How T packed tokens become right-padded batches and back. Built once per micro-batch, used by every layer."""
+    """How T packed tokens become right-padded batches and back. Built once per micro-batch."""
 
-    tokens: tuple[Tensor, ...]  # per class [S_c, L_c] int64, position in the pack; padding repeats the last token
+    tokens: tuple[Tensor, ...]  # per class [S_c, L_c] int64, position in the pack; padding repeats the last
     inverse: Tensor             # [T] int64, position of each token in the concatenated, flattened batches
 
 
 @dataclass
-class PackedParams(PackedSeqParams):  # type: ignore[misc]
+class PackedParams(PackedSeqParams):
     """megatron-core's description of a packed micro-batch, with the batches that CPU attention works on."""
 
     classes: LengthClasses | None = field(default=None, repr=False)
@@ -111,7 +111,9 @@ class PackedCausalAttention(nn.Module):
         return out.reshape(out.size(0), -1)
 
 
-def padded_attention(query: Tensor, key: Tensor, value: Tensor, classes: LengthClasses, *, scale: float) -> Tensor:
+def padded_attention(
+    query: Tensor, key: Tensor, value: Tensor, classes: LengthClasses, *, scale: float
+) -> Tensor:
     """Causal attention inside each sequence through one batched call per length class; returns [T, Hq, D]."""
     outputs = []
     for tokens in classes.tokens:
@@ -125,8 +127,10 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, classes: LengthC
     return padded[classes.inverse]
 
 
-def _flash_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedParams, *, scale: float) -> Tensor:
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+def _flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedParams, *, scale: float
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
 
     out: Tensor = flash_attn_varlen_func(
         query, key, value,

@@ -1,7 +1,7 @@
 """From a `ModelSpec` to megatron-core's GPT model: one chunk per virtual pipeline stage of this rank.
 
 The last chunk answers with hidden states, not logits: the fused log-prob head is applied outside, on
-`head_weight()`, so that [T, V] never exists. Weights start at zero; `hf_io.load_hf` or a checkpoint fills them.
+`head_weight()`, so that [T, V] never exists. Weights start at zero; `load_hf` or a checkpoint fills them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_rl.platform import device
 __all__ = ["PolicyGPTModel", "build_model", "packed_seq_params"]
 
 
-class PolicyGPTModel(GPTModel):  # type: ignore[misc]
+class PolicyGPTModel(GPTModel):
     """GPTModel whose last stage returns hidden states [T, 1, H], after the final norm.
 
     With sequence parallelism they are this rank's [T / tp, 1, H]. Other stages return what pipeline needs.
@@ -54,7 +54,8 @@ def build_model(
     config = transformer_config(spec, layout, dtype=dtype)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     return [
-        _build_chunk(spec, layout, config, kind=kind, pp_rank=pp_rank, chunk=chunk) for chunk in range(layout.vpp)
+        _build_chunk(spec, layout, config, kind=kind, pp_rank=pp_rank, chunk=chunk)
+        for chunk in range(layout.vpp)
     ]
 
 
@@ -92,7 +93,7 @@ def transformer_config(spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.
         pipeline_dtype=dtype,
         # must be known before DDP wraps the model, else gradients are divided by dp in silence
         calculate_per_token_loss=True,
-        # micro-batches differ in length; megatron-core then insists on this dispatcher, even for a dense model
+        # micro-batches differ in length; for that megatron-core wants this dispatcher, even in a dense model
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=fused,
@@ -107,6 +108,8 @@ def transformer_config(spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
+        # no CUDA graphs; megatron-core's default says the same in a spelling that it warns about
+        cuda_graph_scope=[],
         persist_layer_norm=False,
     )
 

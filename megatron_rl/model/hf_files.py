@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint directory on disk: find and check its tensors, write a new one. No megatron-core."""
+"""A Hugging Face checkpoint directory on disk: find and check its tensors, write a new one."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ class HfCheckpoint:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def read(self, name: str, *, dim: int | None, start: int = 0, length: int = 0) -> Tensor:
-        """The whole tensor (`dim` None) or elements `start : start + length` along `dim`, in the dtype of the file."""
+        """The whole tensor (`dim` None), or elements `start : start + length` along `dim`."""
         if dim is None:
-            return self._files[name].get_tensor(name)  # type: ignore[no-any-return]
+            return self._files[name].get_tensor(name)
         index = (slice(None),) * dim + (slice(start, start + length),)
-        return self._files[name].get_slice(name)[index]  # type: ignore[no-any-return]
+        return self._files[name].get_slice(name)[index]
 
 
 @contextmanager
 def open_checkpoint(hf_path: str | Path) -> Iterator[HfCheckpoint]:
-    """Open every safetensors file of a directory. Raises ModelError for files that are absent or unreadable."""
+    """Open every safetensors file of a directory; ModelError for files that are absent or unreadable."""
     hf_path = Path(hf_path)
     paths = _tensor_files(hf_path)
     absent = [path.name for path in paths if not path.is_file()]
     if absent:
         raise ModelError(
-            f"{hf_path}: {INDEX_FILE} names {_list(absent)}, which is not there; download the missing files again"
+            f"{hf_path}: {INDEX_FILE} names {_list(absent)}, not there; download the missing files again"
         )
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -63,8 +63,10 @@ def open_checkpoint(hf_path: str | Path) -> Iterator[HfCheckpoint]:
             try:
                 opened = stack.enter_context(safe_open(str(path), framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path}: not a complete safetensors file: {error}; download it again") from None
-            for name in opened.keys():
+                reason = f"not a complete safetensors file: {error}; download it again"
+                raise ModelError(f"{path}: {reason}") from None
+            names: list[str] = opened.keys()
+            for name in names:
                 if name in files:
                     raise ModelError(f"{path}: {name}: stands in a second file of {hf_path} too")
                 files[name] = opened
@@ -76,7 +78,9 @@ def _tensor_files(hf_path: Path) -> list[Path]:
     if not index.is_file():
         single = hf_path / SINGLE_FILE
         if not single.is_file():
-            raise ModelError(f"{hf_path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; pickled weights are not read")
+            raise ModelError(
+                f"{hf_path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; pickled weights are not read"
+            )
         return [single]
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -135,7 +139,15 @@ def _list(items: list[str]) -> str:
 class HfWriter:
     """Writes a checkpoint into a hidden directory beside `out_dir` and renames it when it is complete."""
 
-    def __init__(self, spec: ModelSpec, *, hf_source: Path, out_dir: Path, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        hf_source: Path,
+        out_dir: Path,
+        dtype: torch.dtype,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
         """Raises ModelError when `out_dir` exists and holds anything."""
         if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
             raise ModelError(f"{out_dir}: exists already; choose another directory or remove it")
@@ -143,8 +155,12 @@ class HfWriter:
         self.partial = out_dir.parent / f".{out_dir.name}.partial"
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
-        _copy_side_files(hf_source, self.partial, dtype)
-        self._file_of = _plan_files(spec, dtype)
+        try:
+            _copy_side_files(hf_source, self.partial, dtype)
+        except BaseException:
+            self.discard()
+            raise
+        self._file_of = _plan_files(spec, dtype, max_file_bytes)
         self._left = {file: list(self._file_of.values()).count(file) for file in self._file_of.values()}
         self._pending: dict[str, Tensor] = {}
         self._bytes = 0
@@ -173,7 +189,7 @@ class HfWriter:
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
-def _plan_files(spec: ModelSpec, dtype: torch.dtype, *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, str]:
+def _plan_files(spec: ModelSpec, dtype: torch.dtype, max_bytes: int) -> dict[str, str]:
     """File of each tensor: filled in order, a new one when the next tensor would not fit."""
     number, filled = 1, 0
     numbers: dict[str, int] = {}

@@ -11,11 +11,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.errors import ModelError
-from megatron_rl.model.hf_files import HfCheckpoint, HfWriter, check_redundant_head, check_tensors, open_checkpoint
-from megatron_rl.model.hf_tables import EMBEDDING, HEAD, Piece, hf_tensors, padded_vocab, source_pieces
+from megatron_rl.model.hf_files import (
+    MAX_FILE_BYTES,
+    HfCheckpoint,
+    HfWriter,
+    check_redundant_head,
+    check_tensors,
+    open_checkpoint,
+)
+from megatron_rl.model.hf_tables import (
+    EMBEDDING,
+    EMBEDDING_PARAM,
+    HEAD_PARAM,
+    Piece,
+    hf_tensors,
+    padded_vocab,
+    source_pieces,
+)
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
+
+VOCAB_PARAMS = (EMBEDDING_PARAM, HEAD_PARAM)
 
 
 @torch.no_grad()
@@ -35,13 +52,14 @@ def load_hf(
     """
     params = _named_params(chunks)
     pieces = source_pieces(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank)
-    check_coverage({key: tuple(param.shape) for key, param in params.items()}, pieces, spec, layout, tp_rank=tp_rank)
+    shapes = {key: tuple(param.shape) for key, param in params.items()}
+    check_coverage(shapes, pieces, spec, layout, tp_rank=tp_rank)
     with open_checkpoint(hf_path) as checkpoint:
         check_tensors(checkpoint, spec)
         for piece in pieces:
             _load_piece(checkpoint, params[piece.chunk, piece.param], piece, check_head=spec.tied)
     for (_, name), param in params.items():
-        if name.startswith(("embedding.", "output_layer.")):
+        if name in VOCAB_PARAMS:
             param[_real_rows(spec, layout.tp, tp_rank):].zero_()
 
 
@@ -54,7 +72,9 @@ def _load_piece(checkpoint: HfCheckpoint, param: Tensor, piece: Piece, *, check_
 
 def _param_view(param: Tensor, piece: Piece) -> Tensor:
     """The part of the parameter that the piece describes; shares its memory."""
-    return param if piece.param_dim is None else param.narrow(piece.param_dim, piece.param_start, piece.length)
+    if piece.param_dim is None:
+        return param
+    return param.narrow(piece.param_dim, piece.param_start, piece.length)
 
 
 def _named_params(chunks: Sequence[nn.Module]) -> dict[tuple[int, str], Tensor]:
@@ -81,7 +101,7 @@ def check_coverage(
     *,
     tp_rank: int,
 ) -> None:
-    """Prove that the pieces fill every element of every parameter exactly once, padding of the vocabulary aside.
+    """Prove that the pieces fill every element of every parameter exactly once, vocabulary padding aside.
 
     `shapes` are those of the model. Raises ModelError naming each parameter that is not covered.
     """
@@ -92,8 +112,8 @@ def check_coverage(
     wrong = sorted(f"{name} of chunk {chunk}" for chunk, name in shapes.keys() ^ by_param.keys()
                    if not _is_all_padding(name, spec, layout.tp, tp_rank))
     for (chunk, name), held in by_param.items():
-        shape = shapes.get((chunk, name))
-        if shape is not None and not _is_covered(shape, held, hf_shapes, _rows_wanted(name, spec, layout.tp, tp_rank)):
+        shape, rows = shapes.get((chunk, name)), _rows_wanted(name, spec, layout.tp, tp_rank)
+        if shape is not None and not _is_covered(shape, held, hf_shapes, rows):
             wrong.append(f"{name} {list(shape)} of chunk {chunk}")
     if wrong:
         raise ModelError(
@@ -104,13 +124,12 @@ def check_coverage(
 
 def _is_all_padding(name: str, spec: ModelSpec, tp: int, tp_rank: int) -> bool:
     """A vocabulary shard behind the last token has no piece."""
-    return name.startswith(("embedding.", "output_layer.")) and _real_rows(spec, tp, tp_rank) == 0
+    return name in VOCAB_PARAMS and _real_rows(spec, tp, tp_rank) == 0
 
 
 def _rows_wanted(name: str, spec: ModelSpec, tp: int, tp_rank: int) -> int | None:
     """Rows of a vocabulary shard that must be covered; None: all of the parameter."""
-    is_vocab = name.startswith(("embedding.", "output_layer."))
-    return _real_rows(spec, tp, tp_rank) if is_vocab else None
+    return _real_rows(spec, tp, tp_rank) if name in VOCAB_PARAMS else None
 
 
 def _is_covered(
@@ -123,8 +142,9 @@ def _is_covered(
     for piece in sorted(pieces, key=lambda p: p.param_start):
         # same shape across the cut, and each interval starts where the one before ends
         hf_shape, dim = hf_shapes[piece.hf_name], piece.param_dim
-        rest = hf_shape[:dim] + hf_shape[dim + 1:] if dim is not None else ()
-        if dim != piece.hf_dim or dim is None or rest != shape[:dim] + shape[dim + 1:] or piece.param_start != end:
+        if dim is None or dim != piece.hf_dim or piece.param_start != end:
+            return False
+        if hf_shape[:dim] + hf_shape[dim + 1:] != shape[:dim] + shape[dim + 1:]:
             return False
         end += piece.length
     assert first.param_dim is not None
@@ -140,6 +160,7 @@ def save_hf(
     hf_source: str | Path,
     out_dir: str | Path,
     dtype: torch.dtype,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write a HF directory from live shards; every rank calls it, rank 0 writes.
 
@@ -152,7 +173,9 @@ def save_hf(
 
     def prepare() -> None:
         nonlocal writer
-        writer = HfWriter(spec, hf_source=Path(hf_source), out_dir=Path(out_dir), dtype=dtype)
+        writer = HfWriter(
+            spec, hf_source=Path(hf_source), out_dir=Path(out_dir), dtype=dtype, max_file_bytes=max_file_bytes
+        )
 
     _on_rank_zero(prepare)
     shapes, owners = hf_tensors(spec), _owners(spec, layout)
@@ -169,7 +192,7 @@ def save_hf(
 
 
 def _on_rank_zero(action: Callable[[], None]) -> None:
-    """Run `action` on rank 0 and let every rank know how it went: a failure there must not leave others waiting."""
+    """Run `action` on rank 0 and tell every rank how it went: a failure must not leave others waiting."""
     outcome: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -189,16 +212,19 @@ def _owners(spec: ModelSpec, layout: ParallelLayout) -> dict[str, list[tuple[int
         for tp_rank in range(layout.tp):
             rank = layout.rank(tp=tp_rank, dp=0, pp=pp_rank)
             for piece in source_pieces(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank):
-                # replicas (norms on every tp rank, the tied embedding on both end stages) start at the same element
+                # replicas (norms on every tp rank, the tied embedding on both end stages) start alike
                 if (piece.hf_name, piece.hf_start) not in seen:
                     seen.add((piece.hf_name, piece.hf_start))
                     owners[piece.hf_name].append((rank, piece))
-    assert HEAD in owners or spec.tied
     return owners
 
 
 def _gather_tensor(
-    owners: list[tuple[int, Piece]], shape: tuple[int, ...], params: dict[tuple[int, str], Tensor], *, rank: int
+    owners: list[tuple[int, Piece]],
+    shape: tuple[int, ...],
+    params: dict[tuple[int, str], Tensor],
+    *,
+    rank: int,
 ) -> Tensor | None:
     """Rank 0: the whole tensor on CPU. Every other rank sends the pieces it owns and gets None."""
     if rank != 0:

@@ -1,13 +1,13 @@
 """One description of every layout: which interval of which Hugging Face tensor stands where.
 
-`hf_tensors` lists what a checkpoint of the family holds. `source_pieces` says which intervals of those tensors
-one Megatron rank holds, and where in its parameters they stand. Import, export and the reshard plan all read
-these two functions; no other place in the project knows a fused or padded layout. Pure Python.
+`hf_tensors` lists what a checkpoint of the family holds. `source_pieces` says which intervals of those
+tensors one Megatron rank holds, and where in its parameters they stand. Import, export and the reshard plan
+all read these two functions; no other place in the project knows a fused or padded layout. Pure Python.
 
-Layout facts (megatron-core 0.16.1): `linear_qkv` rows run, per kv group, its q heads, then k, then v, and tensor
-parallelism cuts them by raw rows; `linear_fc1` holds [gate rows of this rank; up rows of this rank]; embedding and
-head rows are padded to a multiple of `VOCAB_MULTIPLE * tp`; with tied weights and pp > 1 the last stage holds a
-second copy of the embedding as its head.
+Layout facts (megatron-core 0.16.1): `linear_qkv` rows run, per kv group, its q heads, then k, then v, and
+tensor parallelism cuts them by raw rows; `linear_fc1` holds [gate rows of this rank; up rows of this rank];
+embedding and head rows are padded to a multiple of `VOCAB_MULTIPLE * tp`; with tied weights and pp > 1 the
+last stage holds a second copy of the embedding as its head.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 
+EMBEDDING_PARAM = "embedding.word_embeddings.weight"
+HEAD_PARAM = "output_layer.weight"
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """An interval of one HF tensor held by one parameter of one rank.
 
     Elements `hf_start : hf_start + length` along `hf_dim` of the HF tensor are elements
-    `param_start : param_start + length` along `param_dim` of the parameter. `hf_dim` None means the whole tensor.
+    `param_start : param_start + length` along `param_dim` of the parameter. `hf_dim` None: the whole tensor.
     """
 
     hf_name: str
@@ -44,7 +47,7 @@ class Piece:
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding over all tp ranks: `vocab_size` rounded up to a multiple of VOCAB_MULTIPLE * tp."""
+    """Rows of the embedding over all tp ranks: `vocab_size` up to a multiple of VOCAB_MULTIPLE * tp."""
     multiple = VOCAB_MULTIPLE * tp
     return -(-vocab_size // multiple) * multiple
 
@@ -80,7 +83,7 @@ def source_pieces(spec: ModelSpec, layout: ParallelLayout, *, tp_rank: int, pp_r
     pieces: list[Piece] = []
     for chunk in range(layout.vpp):
         if layout.has_embedding(pp_rank=pp_rank, chunk=chunk):
-            pieces += _vocab_rows(spec, layout.tp, tp_rank, chunk, EMBEDDING, "embedding.word_embeddings.weight")
+            pieces += _vocab_rows(spec, layout.tp, tp_rank, chunk, EMBEDDING, EMBEDDING_PARAM)
         layers = layout.chunk_layers(spec.num_layers, pp_rank=pp_rank, chunk=chunk)
         for local, layer in enumerate(layers):
             pieces += _layer_pieces(spec, layout.tp, tp_rank, chunk, layer, f"decoder.layers.{local}.")
@@ -88,9 +91,9 @@ def source_pieces(spec: ModelSpec, layout: ParallelLayout, *, tp_rank: int, pp_r
             pieces.append(_whole(FINAL_NORM, chunk, "decoder.final_layernorm.weight"))
             # a tied model on one stage has no head parameter: the embedding serves both ends
             if not spec.tied:
-                pieces += _vocab_rows(spec, layout.tp, tp_rank, chunk, HEAD, "output_layer.weight")
+                pieces += _vocab_rows(spec, layout.tp, tp_rank, chunk, HEAD, HEAD_PARAM)
             elif layout.pp > 1:
-                pieces += _vocab_rows(spec, layout.tp, tp_rank, chunk, EMBEDDING, "output_layer.weight")
+                pieces += _vocab_rows(spec, layout.tp, tp_rank, chunk, EMBEDDING, HEAD_PARAM)
     return pieces
 
 
@@ -98,14 +101,18 @@ def _whole(hf_name: str, chunk: int, param: str) -> Piece:
     return Piece(hf_name, None, 0, 0, chunk, param, None, 0)
 
 
-def _vocab_rows(spec: ModelSpec, tp: int, tp_rank: int, chunk: int, hf_name: str, param: str) -> Iterator[Piece]:
+def _vocab_rows(
+    spec: ModelSpec, tp: int, tp_rank: int, chunk: int, hf_name: str, param: str
+) -> Iterator[Piece]:
     rows = padded_vocab(spec.vocab_size, tp) // tp
     start, end = tp_rank * rows, min(spec.vocab_size, (tp_rank + 1) * rows)
     if end > start:
         yield Piece(hf_name, 0, start, end - start, chunk, param, 0, 0)
 
 
-def _layer_pieces(spec: ModelSpec, tp: int, tp_rank: int, chunk: int, layer: int, local: str) -> Iterator[Piece]:
+def _layer_pieces(
+    spec: ModelSpec, tp: int, tp_rank: int, chunk: int, layer: int, local: str
+) -> Iterator[Piece]:
     hf = f"model.layers.{layer}."
     yield _whole(hf + "input_layernorm.weight", chunk, local + "input_layernorm.weight")
     yield _whole(hf + "post_attention_layernorm.weight", chunk, local + "pre_mlp_layernorm.weight")
@@ -129,7 +136,10 @@ def _layer_pieces(spec: ModelSpec, tp: int, tp_rank: int, chunk: int, layer: int
             hf + f"mlp.{name}_proj.weight", 0, tp_rank * ffn, ffn,
             chunk, local + "mlp.linear_fc1.weight", 0, position * ffn,
         )
-    yield Piece(hf + "mlp.down_proj.weight", 1, tp_rank * ffn, ffn, chunk, local + "mlp.linear_fc2.weight", 1, 0)
+    yield Piece(
+        hf + "mlp.down_proj.weight", 1, tp_rank * ffn, ffn,
+        chunk, local + "mlp.linear_fc2.weight", 1, 0,
+    )
 
 
 def _qkv_rows(spec: ModelSpec, tp: int, tp_rank: int) -> Iterator[tuple[str, int, int, int]]:

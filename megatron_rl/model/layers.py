@@ -46,14 +46,14 @@ class RMSNorm(nn.Module):
 
 
 def resolve_spec_kind(kind: str) -> str:
-    """`auto` becomes `te` where TransformerEngine can run, else `local`. Raises ModelError for `te` without it."""
+    """`auto` becomes `te` where TransformerEngine can run, else `local`; ModelError for `te` without it."""
     if kind not in SPEC_KINDS:
         raise ModelError(f"model.spec: got {kind!r}, must be one of {', '.join(SPEC_KINDS)}")
     has_te = device.has_accelerator() and importlib.util.find_spec("transformer_engine") is not None
     if kind == "te" and not has_te:
         raise ModelError(
             "model.spec: got 'te', but TransformerEngine cannot be used here (it needs a CUDA device and the "
-            "transformer-engine package); install it with launch/setup.sh --gpu, or set model.spec to auto or local"
+            "transformer-engine package); run launch/setup.sh --gpu, or set model.spec to auto or local"
         )
     if kind == "auto":
         return "te" if has_te else "local"

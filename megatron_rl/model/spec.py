@@ -17,7 +17,7 @@ LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Llama-3 frequency scaling (the only kind megatron-core expresses): low 1, high 4, original length 8192."""
+    """Llama-3 frequency scaling, the only kind megatron-core expresses: low 1, high 4, original 8192."""
 
     factor: float
 
@@ -61,14 +61,14 @@ class ModelSpec:
         if self.num_kv_heads % layout.tp and layout.tp % self.num_kv_heads:
             allowed = _nearest(layout.tp, [n for n in _divisors(self.num_heads) if self._kv_splits(n)])
             raise LayoutError(
-                f"layout.tp: got {layout.tp}, but the {self.num_kv_heads} kv heads of the model must divide it or "
+                f"layout.tp: got {layout.tp}, but the model's {self.num_kv_heads} kv heads must divide it or "
                 f"be divided by it; use {allowed}"
             )
         stages = layout.pp * layout.vpp
         if self.num_layers % stages:
             raise LayoutError(
-                f"layout.pp: got pp*vpp = {layout.pp}*{layout.vpp} = {stages}, which does not divide the model's "
-                f"{self.num_layers} layers; make pp*vpp {_nearest_divisors(self.num_layers, stages)}"
+                f"layout.pp: got pp*vpp = {layout.pp}*{layout.vpp} = {stages}, which does not divide the "
+                f"model's {self.num_layers} layers; make pp*vpp {_nearest_divisors(self.num_layers, stages)}"
             )
 
     def _kv_splits(self, tp: int) -> bool:
@@ -98,7 +98,7 @@ class _ConfigReader:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ModelError(f"{path}: no such file; model.hf_path must be a Hugging Face directory") from None
+            raise ModelError(f"{path}: no such file; model.hf_path must be a HF directory") from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ModelError(f"{path}: cannot be read as json: {error}") from None
         if not isinstance(config, dict):
@@ -161,7 +161,7 @@ class _ConfigReader:
             raise self._error("partial_rotary_factor", rotated, "1.0")
 
     def _rope(self) -> tuple[float, RopeScaling | None]:
-        """Base and scaling: transformers 5 keeps both in `rope_parameters`, 4 in `rope_theta` and `rope_scaling`."""
+        """Base and scaling: transformers 5 has `rope_parameters`, 4 has `rope_theta` and `rope_scaling`."""
         key = "rope_parameters" if self.config.get("rope_parameters") else "rope_scaling"
         rope = self.config.get(key) or {}
         if not isinstance(rope, dict):
@@ -179,7 +179,8 @@ class _ConfigReader:
             raise self._error(f"{key}.rope_type", kind, '"default" or "llama3"')
         for name, wanted in LLAMA3_SCALING.items():
             if rope.get(name) != wanted:
-                raise self._error(f"{key}.{name}", rope.get(name), f"{wanted:g}, the one megatron-core has built in")
+                allowed = f"{wanted:g}, which megatron-core has built in"
+                raise self._error(f"{key}.{name}", rope.get(name), allowed)
         return theta, RopeScaling(factor=self._positive(rope, "factor", prefix=f"{key}."))
 
     def _integer(self, key: str, *, default: int | None = None) -> int:

@@ -24,7 +24,7 @@ def init_process_groups(
 ) -> None:
     """Join the run and build every group of `layout`; all ranks call it together.
 
-    `timeout_s` bounds each collective. `seed` starts megatron-core's generators (one per tensor-parallel rank).
+    `timeout_s` bounds each collective. `seed` starts megatron-core's generators (one per tp rank).
     Raises LayoutError when the layout does not fill the world.
     """
     _check_fills_world(layout, world_size)
@@ -75,8 +75,9 @@ def assert_ranks_agree(layout: ParallelLayout) -> None:
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
     )
-    ours = layout.coord(dist.get_rank())
-    assert ours == theirs, f"rank {dist.get_rank()}: layout says (tp, dp, pp) = {ours}, megatron-core {theirs}"
+    rank = dist.get_rank()
+    ours = layout.coord(rank)
+    assert ours == theirs, f"(tp, dp, pp) of rank {rank}: {ours} by layout, {theirs} by megatron-core"
 
 
 def destroy_model_groups() -> None:

@@ -53,7 +53,7 @@ class FusedAdam(torch.optim.Optimizer):
         step = torch.tensor(float(group["step"]))
         torch._fused_adamw_(
             params,
-            [param.grad for param in params],
+            [param.grad for param in params if param.grad is not None],
             [self.state[param]["exp_avg"] for param in params],
             [self.state[param]["exp_avg_sq"] for param in params],
             [],

@@ -44,8 +44,9 @@ class Patch:
 def apply() -> None:
     """Replace every name of `PATCHED`; a name that is already replaced stays as it is."""
     with warnings.catch_warnings():
-        # said once per module at import; without an accelerator it is no news
-        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+        # said at import by module after module; without an accelerator it is no news
+        warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
+        importlib.import_module("megatron.core.models.gpt.gpt_model")
         for patch in PATCHED:
             setattr(patch.target(), patch.name, patch.replacement)
 
@@ -130,7 +131,7 @@ PATCHED: tuple[Patch, ...] = (
     Patch("torch.cuda", "set_rng_state", _set_rng_state, _RNG_TORCH),
     Patch("torch.cuda", "manual_seed", _manual_seed, _RNG_TORCH),
     Patch("torch:Tensor", "cuda", _tensor_cuda, "moves to the device; raises without CUDA"),
-    Patch("torch:Tensor", "type", _tensor_type_for_megatron, "optimizers accept 'torch.cuda.FloatTensor' only"),
+    Patch("torch:Tensor", "type", _tensor_type_for_megatron, "optimizers ask for torch.cuda.FloatTensor"),
     Patch("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", _get_rng_state, _RNG),
     Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", _set_rng_state, _RNG),
     Patch("megatron.core.optimizer", "Adam", FusedAdam, _ADAM),

@@ -25,7 +25,7 @@ def backend() -> str:
 def activate(*, accelerator: bool | None = None) -> bool:
     """Make megatron-core usable here; returns True when that needed the CPU patch.
 
-    Call it before a model is built. With an accelerator nothing is touched, megatron-core is not even imported.
+    Call it before a model is built. With an accelerator nothing is touched, nor megatron-core imported.
     Calling it again changes nothing. `accelerator` overrides what the machine says.
     """
     if has_accelerator() if accelerator is None else accelerator:

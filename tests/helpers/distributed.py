@@ -28,8 +28,8 @@ def run_distributed(
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` in `world_size` new processes and return what each rank returned.
 
-    `fn` stands at module level; arguments and results are picklable. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-    MASTER_PORT are set, one thread per process. Ends only the processes that it started.
+    `fn` stands at module level; arguments and results are picklable. RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR and MASTER_PORT are set, one thread per process. Ends only the processes that it started.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ranks_") as scratch:
@@ -119,7 +119,8 @@ def _collect(scratch: Path, processes: list[BaseProcess], lateness: str) -> list
     if raised:
         # the first to fail is the cause; the rest mostly lost their peer
         _, rank, trace = min(raised)
-        raise DistributedFailure(f"rank {rank} of {len(processes)} raised:\n{trace}{_log_tail(scratch, rank)}")
+        log = _log_tail(scratch, rank)
+        raise DistributedFailure(f"rank {rank} of {len(processes)} raised:\n{trace}{log}")
     rank = min(set(range(len(processes))) - results.keys())
     reason = lateness or f"died with exit code {processes[rank].exitcode}"
     raise DistributedFailure(f"rank {rank} of {len(processes)}: {reason}{_log_tail(scratch, rank)}")

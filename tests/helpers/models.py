@@ -23,17 +23,15 @@ def make_tiny_hf(
     rope_factor: float | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a float32 model of `family` into `directory` and return it; `rope_factor` asks for llama3 scaling.
+    """Write a float32 model of `family` into `directory`; `rope_factor` asks for llama3 scaling.
 
     Biases and norm weights are random too, so that one that is dropped or swapped shows in the logits.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    config_class, model_class = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[family]
+    prefix = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family]
+    config_class = getattr(transformers, f"{prefix}Config")
+    model_class = getattr(transformers, f"{prefix}ForCausalLM")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if rope_factor is not None:
         rope = {
