@@ -1,7 +1,7 @@
 """Write a tiny Qwen2 model with random weights and a character tokenizer, as a Hugging Face directory.
 
-It is small enough to be trained and sampled on a laptop's CPU, and loads wherever Hugging Face models do. A problem
-is rendered in as few tokens as possible: `<user>4+7-1<assistant>`, answered by text and `<eos>`.
+It is small enough to be trained and sampled on a laptop's CPU, and loads wherever Hugging Face models do. A
+problem is rendered in as few tokens as possible: `<user>4+7-1<assistant>`, answered by text and `<eos>`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.errors import ModelError
@@ -25,6 +25,8 @@ SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
 THINK = ("<think>", "</think>")
 # 64 tokens in all, so that the vocabulary divides by every small tensor-parallel degree.
 CHARACTERS = string.digits + string.ascii_lowercase + " \n" + "+-*/=,.\\{}()<>:?^_$"
+# How byte-level tokenizers write a space and a newline.
+_BYTE_LEVEL = {" ": "Ġ", "\n": "Ċ"}
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -36,11 +38,16 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and the markers; what is neither becomes `<unk>`."""
-    words = [*SPECIAL, *THINK, *CHARACTERS]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    """One token per character, and the markers; a byte that is neither becomes `<unk>`.
+
+    Byte-level BPE without merges: for `model_type` qwen2 transformers' AutoTokenizer puts Qwen2's own
+    byte-level steps in place of those of tokenizer.json, and these must give the same ids.
+    """
+    written = [_BYTE_LEVEL.get(character, character) for character in CHARACTERS]
+    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *THINK, *written])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in THINK])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -117,7 +124,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="example:\n  make_tiny_model.py --out models/tiny",
     )
-    parser.add_argument("--out", type=Path, required=True, help="directory to write; an earlier model is replaced")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory to write; an earlier model is replaced"
+    )
     parser.add_argument("--family", choices=["qwen2"], default="qwen2", help="architecture (default: qwen2)")
     for name, default, meaning in (
         ("layers", 4, "transformer layers"),
@@ -127,7 +136,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         ("head-dim", 32, "size of a head"),
         ("ffn", 352, "feed-forward size"),
     ):
-        parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"{meaning} (default: {default})")
+        parser.add_argument(
+            f"--{name}", type=positive_int, default=default, help=f"{meaning} (default: {default})"
+        )
     parser.add_argument("--tied", action="store_true", help="let the head share the embedding's weight")
     parser.add_argument("--seed", type=int, default=1, help="same seed, same weights (default: 1)")
     return parser.parse_args(argv)

@@ -1,8 +1,8 @@
 """Prepare prompt files for RL and supervised files for SFT.
 
-Without --from it generates chains of one-digit additions and subtractions, such as `4+7-1`: 30,000 distinct training
-problems, a held-out set that shares none with them, and worked traces for SFT. With --from it converts a data set.
-Both write the row schema of Klear's public MathSub-30K.
+Without --from it generates chains of one-digit additions and subtractions, such as `4+7-1`: 30,000 distinct
+training problems, a held-out set that shares none with them, and worked traces for SFT. With --from it
+converts a data set. Both write the row schema of Klear's public MathSub-30K.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def draw(seed: int, *, train: int, heldout: int, sft: int) -> dict[str, list[Cha
     trained, taught = shares(train, free), shares(sft, free)
     for name, asked, got in (("train", train, trained), ("heldout", heldout, held), ("sft", sft, taught)):
         if sum(got.values()) < asked:
-            raise DataError(f"--{name}: got {asked}, but there are only {sum(got.values())} distinct chains for it")
+            raise DataError(
+                f"--{name}: got {asked}, but there are only {sum(got.values())} distinct chains for it"
+            )
     files: dict[str, list[Chain]] = {"train": [], "heldout": [], "sft": []}
     for terms in DIFFICULTIES:
         rng = random.Random(seed * 100 + terms)
@@ -105,7 +107,9 @@ def draw(seed: int, *, train: int, heldout: int, sft: int) -> dict[str, list[Cha
     return files
 
 
-def prompt_row(messages: Sequence[Message], gold: Any, *, index: int, source: str, difficulty: float | None) -> Row:
+def prompt_row(
+    messages: Sequence[Message], gold: Any, *, index: int, source: str, difficulty: float | None
+) -> Row:
     """One row in the schema of Klear's MathSub-30K."""
     extra: Row = {"index": index}
     if difficulty is not None:
@@ -125,8 +129,16 @@ def chain_row(one: Chain, *, index: int, source: str) -> Row:
 
 
 def sft_row(one: Chain, *, index: int) -> Row:
-    messages = [{"role": "user", "content": one.problem}, {"role": "assistant", "content": trace(one.problem)}]
-    return {"id": f"chains-sft-{index}", "data_source": "chains", "difficulty": one.terms, "messages": messages}
+    messages = [
+        {"role": "user", "content": one.problem},
+        {"role": "assistant", "content": trace(one.problem)},
+    ]
+    return {
+        "id": f"chains-sft-{index}",
+        "data_source": "chains",
+        "difficulty": one.terms,
+        "messages": messages,
+    }
 
 
 def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -142,7 +154,7 @@ def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def generate(out: Path, *, seed: int, train: int, heldout: int, sft: int) -> None:
-    """Write train.jsonl, heldout.jsonl and sft.jsonl, and print how many chains of each difficulty they hold."""
+    """Write train.jsonl, heldout.jsonl and sft.jsonl, and print the chains of each difficulty."""
     files = draw(seed, train=train, heldout=heldout, sft=sft)
     # The source is part of a prompt's id: a held-out record is never mistaken for a training one.
     for name, source in (("train", "chains"), ("heldout", "chains_heldout")):
@@ -160,11 +172,13 @@ def table(files: Mapping[str, Sequence[Chain]]) -> str:
     for terms in DIFFICULTIES:
         cells = "".join(f"{count[terms]:>9,}" for count in counts.values())
         lines.append(f"{terms:>10}{num_chains(terms):>12,}{cells}")
-    return "\n".join([*lines, f"{'all':>10}{'':>12}" + "".join(f"{len(chains):>9,}" for chains in files.values())])
+    return "\n".join(
+        [*lines, f"{'all':>10}{'':>12}" + "".join(f"{len(chains):>9,}" for chains in files.values())]
+    )
 
 
 def convert(source: Path, out: Path) -> None:
-    """Write `out`/train.jsonl from a file of any supported schema, and print rows kept and dropped by reason."""
+    """Write `out`/train.jsonl from any supported schema, and print rows kept and dropped by reason."""
     # Here, since it loads torch, which generating does without.
     from megatron_rl.data.prompts import prompts_from_rows
     from megatron_rl.data.rows import read_rows
@@ -208,11 +222,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "  prepare_math_data.py --out data/gsm8k --from gsm8k_train.jsonl",
     )
     parser.add_argument("--out", type=Path, required=True, help="directory to write to, made if missing")
-    parser.add_argument("--task", choices=sorted(TASKS), default="chains", help="what to generate (default: chains)")
-    parser.add_argument("--seed", type=int, default=1, help="same seed, same files (default: 1)")
-    parser.add_argument("--train", type=positive_int, default=30_000, help="training problems (default: 30000)")
     parser.add_argument(
-        "--heldout", type=positive_int, default=255, help="held-out problems, equally of 3 to 7 terms (default: 255)"
+        "--task", choices=sorted(TASKS), default="chains", help="what to generate (default: chains)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="same seed, same files (default: 1)")
+    parser.add_argument(
+        "--train", type=positive_int, default=30_000, help="training problems (default: 30000)"
+    )
+    parser.add_argument(
+        "--heldout",
+        type=positive_int,
+        default=255,
+        help="held-out problems, equally of 3 to 7 terms (default: 255)",
     )
     parser.add_argument("--sft", type=positive_int, default=20_000, help="worked traces (default: 20000)")
     parser.add_argument(

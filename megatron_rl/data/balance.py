@@ -15,9 +15,9 @@ from megatron_rl.errors import DataError
 def assign(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Indices of `lengths` for each rank: every index exactly once, totals as even as greedy makes them.
 
-    Longest first to the lightest rank (LPT: the heaviest rank is within 4/3 of the optimum); ties go to the rank
-    with fewer indices, then to the lower rank. Each rank's indices ascend. A rank gets none only when there are
-    fewer indices than ranks.
+    Longest first to the lightest rank (LPT: the heaviest rank is within 4/3 of the optimum); ties go to the
+    rank with fewer indices, then to the lower rank. Each rank's indices ascend. A rank gets none only when
+    there are fewer indices than ranks.
     """
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     lightest = [(0, 0, rank) for rank in range(num_ranks)]
@@ -38,9 +38,10 @@ def microbatch_plan(
 ) -> list[list[list[int]]]:
     """plan[dp_rank][microbatch] = indices of `samples`; `data.pack.pack_microbatch` builds the batches.
 
-    All ranks get the same number of micro-batches, a multiple of `multiple_of` (interleaved pipelines need pp),
-    at least one even without samples. A rank with too little work has empty lists, which pack to zero weight.
-    Raises DataError for a sample that does not fit `tokens_per_microbatch`, or has fewer than two tokens.
+    All ranks get the same number of micro-batches, a multiple of `multiple_of` (interleaved pipelines need
+    pp), at least one even without samples. A rank with too little work has empty lists, which pack to zero
+    weight. Raises DataError for a sample that does not fit `tokens_per_microbatch`, or has fewer than two
+    tokens.
     """
     budget = _usable_budget(tokens_per_microbatch, pad_multiple)
     _check_fit(samples, range(len(samples)), budget=budget, tokens_per_microbatch=tokens_per_microbatch)
@@ -53,7 +54,11 @@ def microbatch_plan(
 
 
 def fill_bins(
-    samples: Sequence[TrainSample], indices: Sequence[int], *, tokens_per_microbatch: int, pad_multiple: int = 1
+    samples: Sequence[TrainSample],
+    indices: Sequence[int],
+    *,
+    tokens_per_microbatch: int,
+    pad_multiple: int = 1,
 ) -> list[list[int]]:
     """Micro-batches of the samples at `indices`, first-fit-decreasing, none above `tokens_per_microbatch`.
 
@@ -76,13 +81,15 @@ def _check_fit(
         sample = samples[index]
         name = sample.sample_id or f"at position {index}"
         if sample.packed_length < 1:
-            raise DataError(f"sample {name}: got {len(sample.token_ids)} tokens, need at least 2 to predict one")
+            raise DataError(
+                f"sample {name}: got {len(sample.token_ids)} tokens, need at least 2 to predict one"
+            )
         if sample.packed_length > budget:
             raise DataError(
                 f"sample {name}: {len(sample.token_ids)} tokens take {sample.packed_length} positions, but "
-                f"tokens_per_microbatch is {tokens_per_microbatch} ({budget} after padding to a multiple); raise "
-                f"tokens_per_microbatch to at least {tokens_per_microbatch - budget + sample.packed_length} "
-                "or lower the longest allowed sample"
+                f"tokens_per_microbatch is {tokens_per_microbatch} ({budget} after padding to a multiple); "
+                f"raise tokens_per_microbatch to at least "
+                f"{tokens_per_microbatch - budget + sample.packed_length} or lower the longest allowed sample"
             )
 
 
@@ -105,15 +112,12 @@ def _first_fit_decreasing(lengths: Sequence[int], indices: Sequence[int], budget
     return [sorted(members) for members in bins]
 
 
-def _spread(
-    lengths: Sequence[int], bins: list[list[int]], *, count: int, budget: int
-) -> list[list[int]]:
+def _spread(lengths: Sequence[int], bins: list[list[int]], *, count: int, budget: int) -> list[list[int]]:
     """The same indices over `count` micro-batches, evenly where that keeps the budget."""
     members = sorted(index for one in bins for index in one)
-    even = [
-        [members[i] for i in share] for share in assign([lengths[index] for index in members], count)
-    ]
-    # Greedy spreading can overfill a micro-batch that first-fit filled exactly; then empty ones are the answer.
+    even = [[members[i] for i in share] for share in assign([lengths[index] for index in members], count)]
+    # Greedy spreading can overfill a micro-batch that first-fit filled exactly; then empty ones are the
+    # answer.
     if all(sum(lengths[index] for index in share) <= budget for share in even):
         return even
     return bins + [[] for _ in range(count - len(bins))]

@@ -1,7 +1,7 @@
 """Conversations to token ids: the one place that knows chat templates and the response mask.
 
-A conversation is rendered by prefixes. The rendering of `messages[:k]` must open the rendering of the whole, so that
-what the engine is given in RL is what was trained on in SFT.
+A conversation is rendered by prefixes. The rendering of `messages[:k]` must open the rendering of the whole,
+so that what the engine is given in RL is what was trained on in SFT.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _ASSISTANT = "assistant"
 
 
 def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Ids of the conversation so far and the opening of the assistant's turn. BOS only if the template has it.
+    """Ids of the conversation so far and the opening of the assistant's turn. BOS only if the template has
+    it.
 
     Raises DataError if the template refuses the messages.
     """
@@ -27,8 +28,8 @@ def render_conversation(tokenizer: Tokenizer, messages: Sequence[Message]) -> tu
     """(token_ids, loss_mask), both [L]. The mask is True on each assistant turn's content and its end token.
 
     What a template writes after the end token (ChatML: a newline) is context, not trained on.
-    Raises DataError if the template refuses the messages, re-writes earlier turns once later ones exist, or ends no
-    turn of the assistant with a special token.
+    Raises DataError if the template refuses the messages, re-writes earlier turns once later ones exist, or
+    ends no turn of the assistant with a special token.
     """
     token_ids: list[int] = []
     loss_mask: list[bool] = []
@@ -58,7 +59,8 @@ def render_conversation(tokenizer: Tokenizer, messages: Sequence[Message]) -> tu
 def stop_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids that end a response: the tokenizer's EOS ids, and the token that the template ends a turn with.
 
-    They differ for base models whose template is ChatML; such a model, once trained, would never stop on EOS alone.
+    They differ for base models whose template is ChatML; such a model, once trained, would never stop on EOS
+    alone.
     """
     probe = [{"role": "user", "content": "1"}, {"role": _ASSISTANT, "content": "1"}]
     token_ids, loss_mask = render_conversation(tokenizer, probe)
@@ -82,8 +84,9 @@ def _check_prefix(shorter: str, longer: str, position: int) -> None:
         return
     same = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
     raise DataError(
-        f"chat template: adding turn {position} re-writes the text before it: {shorter[same : same + 40]!r} becomes "
-        f"{longer[same : same + 40]!r}; train on single-turn conversations, or use a template that only appends "
+        f"chat template: adding turn {position} re-writes the text before it: "
+        f"{shorter[same : same + 40]!r} becomes {longer[same : same + 40]!r}; "
+        "train on single-turn conversations, or use a template that only appends "
         "(templates that strip the thinking of earlier turns, or open the answer with <think>, do not)"
     )
 
@@ -104,7 +107,8 @@ def _trained_length(tokenizer: Tokenizer, turn: Sequence[int], position: int) ->
     # Anything but white space behind the last special token means that the token was part of the content.
     if last is None or (last + 1 < len(turn) and tokenizer.decode(turn[last + 1 :]).strip()):
         raise DataError(
-            f"chat template: it ends the assistant's turn {position} with {tokenizer.decode(turn[-5:])!r}, without a "
-            "special token; a model trained on it would never stop, so add the end token to the template"
+            f"chat template: it ends the assistant's turn {position} with {tokenizer.decode(turn[-5:])!r}, "
+            "without a special token; a model trained on it would never stop, so "
+            "add the end token to the template"
         )
     return last + 1

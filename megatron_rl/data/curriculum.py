@@ -29,8 +29,8 @@ class CurriculumSampler:
     ) -> None:
         """`iterations` are those of the stage, checked against the windows' when given.
 
-        Raises DataError for windows that hold no prompt or prompts without difficulty, RecipeError for windows
-        whose iterations do not sum to `iterations`.
+        Raises DataError for windows that hold no prompt or prompts without difficulty, RecipeError for
+        windows whose iterations do not sum to `iterations`.
         """
         check_windows(prompts, windows, iterations=iterations)
         self._windows = tuple(windows)
@@ -77,26 +77,29 @@ class CurriculumSampler:
             first += window.iterations
             if iteration < first:
                 return number
-        raise RecipeError(f"curriculum: iteration {iteration} lies beyond the {first} iterations of its windows")
+        raise RecipeError(
+            f"curriculum: iteration {iteration} lies beyond the {first} iterations of its windows"
+        )
 
 
 def check_windows(
     prompts: Sequence[Prompt], windows: Sequence[CurriculumWindow], *, iterations: int | None = None
 ) -> None:
-    """Raise RecipeError or DataError for windows that these prompts cannot serve; no windows are always fine."""
+    """Raise RecipeError or DataError for windows that these prompts cannot serve; none always fit."""
     if not windows:
         return
     total = sum(window.iterations for window in windows)
     if iterations is not None and total != iterations:
         parts = " + ".join(str(window.iterations) for window in windows)
         raise RecipeError(
-            f"curriculum: windows cover {parts} = {total} iterations, but the stage has {iterations}; make them equal"
+            f"curriculum: windows cover {parts} = {total} iterations, but the stage has {iterations}"
         )
     missing = [prompt.id for prompt in prompts if prompt.difficulty is None]
     if missing:
         raise DataError(
-            f"curriculum: {len(missing)} of {len(prompts)} prompts carry no difficulty (first: {missing[0]}); "
-            "add `extra_info.difficulty` or `difficulty` to the rows, or leave the curriculum empty"
+            f"curriculum: {len(missing)} of {len(prompts)} prompts carry no difficulty "
+            f"(first: {missing[0]}); add `extra_info.difficulty` or `difficulty` to the rows, "
+            "or leave the curriculum empty"
         )
     for number, window in enumerate(windows):
         if not _pool(prompts, window):
@@ -108,7 +111,9 @@ def check_windows(
 
 def _pool(prompts: Sequence[Prompt], window: CurriculumWindow) -> list[Prompt]:
     low, high = window.difficulty
-    return [prompt for prompt in prompts if prompt.difficulty is not None and low <= prompt.difficulty <= high]
+    return [
+        prompt for prompt in prompts if prompt.difficulty is not None and low <= prompt.difficulty <= high
+    ]
 
 
 def _bands(prompts: Sequence[Prompt]) -> str:

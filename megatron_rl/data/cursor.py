@@ -13,7 +13,8 @@ from megatron_rl.errors import DataError
 
 @lru_cache(maxsize=4)
 def permutation(size: int, *, seed: int, epoch: int) -> tuple[int, ...]:
-    """An order of range(size) that depends on its arguments alone: indices sorted by BLAKE2b(seed, epoch, index).
+    """An order of range(size) that depends on its arguments alone: indices sorted by BLAKE2b(seed, epoch,
+    index).
 
     Not on Python's hash, nor on the generator of any library version.
     """
@@ -54,7 +55,9 @@ class CursorState:
         try:
             return cls(**{**data, "deferred": tuple(data["deferred"])})
         except (KeyError, TypeError) as error:
-            raise DataError(f"cursor state: got keys {sorted(data)}, which is not a saved cursor ({error})") from error
+            raise DataError(
+                f"cursor state: got keys {sorted(data)}, which is not a saved cursor ({error})"
+            ) from error
 
 
 class PromptCursor:
@@ -74,8 +77,8 @@ class PromptCursor:
         """Continue from `state`. Raises DataError if it belongs to a pool of another size."""
         if state.size != self._state.size:
             raise DataError(
-                f"prompt pool: holds {self._state.size} prompts, but the saved cursor belongs to {state.size}; "
-                "resume with the same data, length limit and curriculum, or start a new run"
+                f"prompt pool: holds {self._state.size} prompts, but the saved cursor belongs to "
+                f"{state.size}; resume with the same data, length limit and curriculum, or start a new run"
             )
         self._state = state
 

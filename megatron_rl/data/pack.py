@@ -1,7 +1,7 @@
 """From samples to micro-batches of packed sequences.
 
-Owns the one shift of the project: inputs drop the last token of each sequence, labels and everything aligned to
-them drop the first. Which samples share a micro-batch is decided by `data.balance`.
+Owns the one shift of the project: inputs drop the last token of each sequence, labels and everything aligned
+to them drop the first. Which samples share a micro-batch is decided by `data.balance`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def pack(
 ) -> list[PackedBatch]:
     """Pack all `samples` into as few micro-batches as first-fit-decreasing finds; deterministic.
 
-    No micro-batch exceeds `tokens_per_microbatch` positions, padding to `pad_multiple` included. Raises DataError
-    for a sample that cannot fit one, or has fewer than two tokens.
+    No micro-batch exceeds `tokens_per_microbatch` positions, padding to `pad_multiple` included. Raises
+    DataError for a sample that cannot fit one, or has fewer than two tokens.
     """
     bins = fill_bins(
         samples,
@@ -88,7 +88,9 @@ def with_old_logprobs(batch: PackedBatch, logprobs: Tensor) -> PackedBatch:
     Raises DataError for a batch without `rl` fields, or a tensor that is not [T].
     """
     if batch.rl is None:
-        raise DataError("pack: got a micro-batch of supervised samples, old log-probs belong to rollouts only")
+        raise DataError(
+            "pack: got a micro-batch of supervised samples, old log-probs belong to rollouts only"
+        )
     _check_per_token(batch, logprobs)
     kept = logprobs.detach().float().masked_fill(~batch.loss_mask, 0.0)
     return replace(batch, rl=replace(batch.rl, old_logprobs=kept))
@@ -106,12 +108,12 @@ def unpack_per_token(batch: PackedBatch, values: Tensor) -> list[Tensor]:
 
 def _check_per_token(batch: PackedBatch, values: Tensor) -> None:
     if values.shape != (batch.num_tokens,):
-        raise DataError(f"pack: got values of shape {tuple(values.shape)}, need ({batch.num_tokens},), one per label")
+        raise DataError(
+            f"pack: got values of shape {tuple(values.shape)}, need ({batch.num_tokens},), one per label"
+        )
 
 
-def _concat(
-    parts: Sequence[Sequence[float]], dtype: torch.dtype, *, fill: float, padding: int
-) -> Tensor:
+def _concat(parts: Sequence[Sequence[float]], dtype: torch.dtype, *, fill: float, padding: int) -> Tensor:
     flat = [value for part in parts for value in part]
     return torch.tensor(flat + [fill] * padding, dtype=dtype)
 

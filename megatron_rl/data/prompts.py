@@ -32,8 +32,8 @@ class PromptSet:
 
     prompts: Sequence[Prompt]
     token_ids: Mapping[str, Sequence[int]]  # prompt id: rendered ids, as the engine gets them
-    dropped: Mapping[str, int]              # reason: rows
-    renamed: int = 0                        # rows whose id another row with other content had already
+    dropped: Mapping[str, int]  # reason: rows
+    renamed: int = 0  # rows whose id another row with other content had already
 
     @property
     def num_rows(self) -> int:
@@ -47,8 +47,9 @@ class PromptSet:
 def load_prompts(path: str | Path, *, render: Render, max_prompt_tokens: int) -> PromptSet:
     """Read a prompt file; `render` gives the token ids that the engine will be sent (`chat.render_prompt`).
 
-    Drops and counts rows: `no_prompt`, `no_answer` (nothing to grade against), `duplicate` (same id and content),
-    `too_long` (more than `max_prompt_tokens`). Raises DataError for a broken file and when no row is left.
+    Drops and counts rows: `no_prompt`, `no_answer` (nothing to grade against), `duplicate` (same id and
+    content), `too_long` (more than `max_prompt_tokens`). Raises DataError for a broken file and when no row
+    is left.
     """
     prompts, dropped, renamed = prompts_from_rows(read_rows(path))
     kept: list[Prompt] = []
@@ -63,8 +64,8 @@ def load_prompts(path: str | Path, *, render: Render, max_prompt_tokens: int) ->
     if not kept:
         raise DataError(
             f"{path}: no prompt is left of {sum(dropped.values())} rows{_reasons(dropped, renamed)}; "
-            f"max_prompt_tokens is {max_prompt_tokens}, and a row needs `prompt` with `reward_model.ground_truth`, or "
-            "`problem`/`question` with `answer`/`final_answer`"
+            f"max_prompt_tokens is {max_prompt_tokens}, and a row needs `prompt` with "
+            "`reward_model.ground_truth`, or `problem`/`question` with `answer`/`final_answer`"
         )
     return PromptSet(prompts=tuple(kept), token_ids=token_ids, dropped=dict(dropped), renamed=renamed)
 
@@ -72,8 +73,8 @@ def load_prompts(path: str | Path, *, render: Render, max_prompt_tokens: int) ->
 def prompts_from_rows(rows: Iterable[Row]) -> tuple[list[Prompt], Counter[str], int]:
     """(prompts, rows dropped by reason, rows renamed), before any rendering.
 
-    A row without id gets one from its content, so it is the same in every run. Of rows with the same id, identical
-    ones are dropped, different ones get the hash of their content appended.
+    A row without id gets one from its content, so it is the same in every run. Of rows with the same id,
+    identical ones are dropped, different ones get the hash of their content appended.
     """
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
@@ -100,7 +101,7 @@ def prompts_from_rows(rows: Iterable[Row]) -> tuple[list[Prompt], Counter[str], 
 
 
 def is_empty_answer(answer: Any) -> bool:
-    """Nothing to grade against: null, NaN, blank text, a list without a real entry, or such a list as JSON text."""
+    """Null, NaN, blank text, a list without a real entry, or such a list as JSON: nothing to grade by."""
     if answer is None or (isinstance(answer, float) and math.isnan(answer)):
         return True
     if isinstance(answer, str):

@@ -41,7 +41,9 @@ def _read_parquet(file: Path) -> list[Row]:
     try:
         from pyarrow import parquet  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
-        raise DataError(f"{file}: parquet needs pyarrow; `pip install pyarrow`, or convert to JSONL") from error
+        raise DataError(
+            f"{file}: parquet needs pyarrow; `pip install pyarrow`, or convert to JSONL"
+        ) from error
     try:
         return list(parquet.read_table(file).to_pylist())
     except (OSError, ValueError) as error:

@@ -28,10 +28,10 @@ class SftData:
 
     seed: int
     sample_ids: tuple[str, ...]
-    offsets: np.ndarray              # [N + 1] int64, where each sample starts
-    tokens: np.ndarray               # [all tokens] int32
-    mask: np.ndarray                 # [all tokens] bool
-    dropped: Mapping[str, int]       # reason: rows
+    offsets: np.ndarray  # [N + 1] int64, where each sample starts
+    tokens: np.ndarray  # [all tokens] int32
+    mask: np.ndarray  # [all tokens] bool
+    dropped: Mapping[str, int]  # reason: rows
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -48,12 +48,14 @@ class SftData:
     def batch(self, step: int, global_batch_size: int) -> list[TrainSample]:
         """Samples of optimizer step `step` (from 0), the same on every rank and after every resume.
 
-        All samples once per epoch, in an order that is f(seed, epoch); a batch may cross the border of two epochs.
+        All samples once per epoch, in an order that is f(seed, epoch); a batch may cross the border of two
+        epochs.
         """
         first = step * global_batch_size
         places = (divmod(place, len(self)) for place in range(first, first + global_batch_size))
         return [
-            self.sample(permutation(len(self), seed=self.seed, epoch=epoch)[offset]) for epoch, offset in places
+            self.sample(permutation(len(self), seed=self.seed, epoch=epoch)[offset])
+            for epoch, offset in places
         ]
 
     def summary(self) -> str:
@@ -62,13 +64,12 @@ class SftData:
         return f"kept {len(self)} samples{reasons}; {len(self.tokens)} tokens, {int(self.mask.sum())} trained"
 
 
-def load_sft_data(
-    path: str | Path, *, tokenizer: Tokenizer, max_sample_tokens: int, seed: int
-) -> SftData:
+def load_sft_data(path: str | Path, *, tokenizer: Tokenizer, max_sample_tokens: int, seed: int) -> SftData:
     """Read and render rows with `messages`, `prompt` + `response`, or `problem` / `question` + `solution`.
 
-    Drops and counts rows: `no_messages` (none of these), `too_long` (more than `max_sample_tokens`), `untrained`
-    (no token of the assistant). Raises DataError when no sample is left, or the chat template does not fit.
+    Drops and counts rows: `no_messages` (none of these), `too_long` (more than `max_sample_tokens`),
+    `untrained` (no token of the assistant). Raises DataError when no sample is left, or the chat template
+    does not fit.
     """
     return build_sft_data(
         read_rows(path), tokenizer=tokenizer, max_sample_tokens=max_sample_tokens, seed=seed, place=str(path)
@@ -96,10 +97,13 @@ def build_sft_data(
         tokens.append(np.array(token_ids, dtype=np.int32))
         masks.append(np.array(loss_mask, dtype=np.bool_))
     if not names:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items())) or "the file has no rows"
+        reasons = (
+            ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items()))
+            or "the file has no rows"
+        )
         raise DataError(
-            f"{place}: no sample is left ({reasons}); max_sample_tokens is {max_sample_tokens}, and a row needs "
-            "`messages`, or `prompt` and `response`, or `problem` and `solution`"
+            f"{place}: no sample is left ({reasons}); max_sample_tokens is {max_sample_tokens}, and a row "
+            "needs `messages`, or `prompt` and `response`, or `problem` and `solution`"
         )
     return SftData(
         seed=seed,

@@ -1,7 +1,7 @@
 """Text to token ids and back, the same for Hugging Face tokenizers and bare SentencePiece files.
 
-Nothing here adds a BOS on its own: `encode` adds no special token, and a conversation gets one only from its chat
-template. Reads local files only.
+Nothing here adds a BOS on its own: `encode` adds no special token, and a conversation gets one only from its
+chat template. Reads local files only.
 """
 
 from __future__ import annotations
@@ -59,25 +59,36 @@ def load_tokenizer(hf_path: str | Path) -> Tokenizer:
     """
     path = Path(hf_path)
     if not path.is_dir():
-        raise DataError(f"tokenizer: {path} is not a directory; model.hf_path must name a local model directory")
+        raise DataError(
+            f"tokenizer: {path} is not a directory; model.hf_path must name a local model directory"
+        )
     is_fast = (path / "tokenizer.json").is_file()
     if not is_fast and (path / "tokenizer.model").is_file():
         return SentencePieceTokenizer(path)
     if not is_fast and not (path / "tokenizer_config.json").is_file():
-        raise DataError(f"tokenizer: {path} holds none of tokenizer.json, tokenizer_config.json, tokenizer.model")
+        raise DataError(
+            f"tokenizer: {path} holds none of tokenizer.json, tokenizer_config.json, tokenizer.model"
+        )
     return HfTokenizer(path)
 
 
 class HfTokenizer:
-    """A tokenizer that transformers loads."""
+    """A tokenizer that transformers loads.
+
+    `tokenizer.json` is taken as it stands. AutoTokenizer would replace its splitting rules by those of the
+    class registered for the model type, which gives other ids for models that came with a tokenizer of
+    another family.
+    """
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        loader = PreTrainedTokenizerFast if (path / "tokenizer.json").is_file() else AutoTokenizer
         try:
             # Any: transformers does not type what it returns.
-            self._hf: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            self._hf: Any = loader.from_pretrained(path, local_files_only=True)
+        # The tokenizers library raises bare Exception for a file that it cannot parse.
+        except Exception as error:
             raise DataError(f"tokenizer: transformers cannot load {path}: {error}") from error
         own = [] if self._hf.eos_token_id is None else [int(self._hf.eos_token_id)]
         self.eos_token_ids = _merge_eos(own, path)
@@ -130,7 +141,8 @@ class SentencePieceTokenizer:
 
     Without a chat template beside it (`chat_template.jinja`, or in tokenizer_config.json) conversations read
     `<s>User: ...\\nAssistant: ...</s>`, which is `DEFAULT_TEMPLATE`.
-    Control pieces are recognised in text, as Hugging Face tokenizers do; the library itself would spell them out.
+    Control pieces are recognised in text, as Hugging Face tokenizers do; the library itself would spell them
+    out.
     """
 
     def __init__(self, path: Path) -> None:
@@ -147,7 +159,9 @@ class SentencePieceTokenizer:
         self._control = {self._sp.id_to_piece(i): i for i in range(self.vocab_size) if self._sp.is_control(i)}
         self.special_token_ids = frozenset(self._control.values())
         self.chat_template = _template_beside(path) or DEFAULT_TEMPLATE
-        self._splitter = re.compile("(" + "|".join(map(re.escape, self._control)) + ")") if self._control else None
+        self._splitter = (
+            re.compile("(" + "|".join(map(re.escape, self._control)) + ")") if self._control else None
+        )
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []

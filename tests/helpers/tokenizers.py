@@ -11,11 +11,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA3 = (
-    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    "{{ bos_token }}{% for message in messages %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
     "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
@@ -29,11 +30,24 @@ STRIPS_THINKING = (
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
-def write_hf_tokenizer(path: Path, *, template: str | None, merge_newlines: bool = False, eos: str = "<eos>") -> Path:
-    """A character tokenizer; `merge_newlines` makes every run of newlines one token, as byte-level BPE does."""
-    words = ["<bos>", "<eos>", "<unk>", *MARKERS, "\n", "\n\n", "\n\n\n", *(c for c in string.printable if c != "\n")]
+def write_hf_tokenizer(
+    path: Path, *, template: str | None, merge_newlines: bool = False, eos: str = "<eos>"
+) -> Path:
+    """A character tokenizer; `merge_newlines` makes a run of newlines one token, as byte-level BPE does."""
+    words = [
+        "<bos>",
+        "<eos>",
+        "<unk>",
+        *MARKERS,
+        "\n",
+        "\n\n",
+        "\n\n\n",
+        *(c for c in string.printable if c != "\n"),
+    ]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+|[\s\S]" if merge_newlines else r"[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex(r"\n+|[\s\S]" if merge_newlines else r"[\s\S]"), "isolated"
+    )
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

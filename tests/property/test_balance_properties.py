@@ -31,7 +31,9 @@ def test_ranks_differ_by_at_most_the_longest_sample(lengths, num_ranks):
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 3]),
 )
-def test_plan_is_an_exact_partition_with_agreed_counts_within_budget(lengths, dp, budget, pad_multiple, multiple_of):
+def test_plan_is_an_exact_partition_with_agreed_counts_within_budget(
+    lengths, dp, budget, pad_multiple, multiple_of
+):
     samples = [TrainSample(token_ids=[1] * (n + 1), loss_mask=[True] * (n + 1)) for n in lengths]
     plan = microbatch_plan(
         samples,

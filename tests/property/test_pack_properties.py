@@ -62,7 +62,10 @@ def test_sequences_partition_the_batch_within_budget_and_multiple(case):
 @given(_cases())
 def test_inputs_and_labels_of_each_sequence_are_its_sample_shifted_once(case):
     for batch in _pack(case):
-        parts = [unpack_per_token(batch, t) for t in (batch.input_ids, batch.labels, batch.loss_mask, batch.position_ids)]
+        parts = [
+            unpack_per_token(batch, t)
+            for t in (batch.input_ids, batch.labels, batch.loss_mask, batch.position_ids)
+        ]
         for index, inputs, labels, mask, positions in zip(batch.sample_index, *parts, strict=True):
             sample = case[0][index]
             assert inputs.tolist() == list(sample.token_ids[:-1])
@@ -79,7 +82,9 @@ def test_rl_fields_hold_the_samples_values_on_trained_tokens_and_zero_elsewhere(
             continue
         assert torch.equal(batch.rl.rollout_logprobs != 0, batch.loss_mask)
         assert torch.equal(batch.rl.advantages != 0, batch.loss_mask)
-        for index, values in zip(batch.sample_index, unpack_per_token(batch, batch.rl.rollout_logprobs), strict=True):
+        for index, values in zip(
+            batch.sample_index, unpack_per_token(batch, batch.rl.rollout_logprobs), strict=True
+        ):
             sample = case[0][index]
             aligned = zip(sample.loss_mask[1:], sample.rollout_logprobs[1:], strict=True)
             assert values.tolist() == [logprob if trained else 0.0 for trained, logprob in aligned]

@@ -10,7 +10,9 @@ from megatron_rl.errors import DataError
 
 
 def _samples(lengths):
-    return [TrainSample(token_ids=[1] * (n + 1), loss_mask=[True] * (n + 1), sample_id=f"s{n}") for n in lengths]
+    return [
+        TrainSample(token_ids=[1] * (n + 1), loss_mask=[True] * (n + 1), sample_id=f"s{n}") for n in lengths
+    ]
 
 
 def test_long_and_short_samples_share_ranks():
@@ -49,5 +51,7 @@ def test_no_samples_still_give_every_rank_the_same_number_of_microbatches():
 
 
 def test_sample_above_the_budget_is_an_error_that_names_it():
-    with pytest.raises(DataError, match=r"sample s9: 10 tokens take 9 positions, but tokens_per_microbatch is 8"):
+    with pytest.raises(
+        DataError, match=r"sample s9: 10 tokens take 9 positions, but tokens_per_microbatch is 8"
+    ):
         microbatch_plan(_samples([1, 9]), dp=2, tokens_per_microbatch=8)

@@ -80,8 +80,12 @@ def _sentencepiece(tmp_path):
 
 @pytest.mark.parametrize(
     "load",
-    [lambda p: _load(p, CHATML), lambda p: _load(p, LLAMA3), lambda p: _load(p, CHATML, merge_newlines=True),
-     _sentencepiece],
+    [
+        lambda p: _load(p, CHATML),
+        lambda p: _load(p, LLAMA3),
+        lambda p: _load(p, CHATML, merge_newlines=True),
+        _sentencepiece,
+    ],
     ids=["chatml", "llama3", "merging", "sentencepiece"],
 )
 def test_what_the_engine_is_given_opens_what_is_trained_on(tmp_path, load):
@@ -102,7 +106,9 @@ def test_conversation_that_ends_with_the_user_trains_on_nothing_of_it(tmp_path):
 
 def test_template_that_rewrites_earlier_turns_is_an_error_that_shows_the_change(tmp_path):
     tokenizer = _load(tmp_path, STRIPS_THINKING)
-    thinking = [{"role": "assistant", "content": "<think>a</think>is 3"} if m is DOUBLE[1] else m for m in DOUBLE]
+    thinking = [
+        {"role": "assistant", "content": "<think>a</think>is 3"} if m is DOUBLE[1] else m for m in DOUBLE
+    ]
     with pytest.raises(DataError, match=r"adding turn 3 re-writes the text before it: '<think>a"):
         render_conversation(tokenizer, thinking)
     assert _trained(tokenizer, thinking[:2]) == "<think>a</think>is 3<|im_end|>"

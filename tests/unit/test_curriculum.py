@@ -67,7 +67,9 @@ def test_state_of_other_data_is_refused():
 
 def test_window_without_prompts_is_an_error_that_lists_the_bands():
     window = CurriculumWindow(iterations=1, difficulty=(6, 9))
-    with pytest.raises(DataError, match=r"no prompt lies in \[6, 9\]; the data has .*2: 10, 3: 10, 4: 10, 5: 10"):
+    with pytest.raises(
+        DataError, match=r"no prompt lies in \[6, 9\]; the data has .*2: 10, 3: 10, 4: 10, 5: 10"
+    ):
         CurriculumSampler(PROMPTS, [window], 1)
 
 

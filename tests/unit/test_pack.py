@@ -69,7 +69,9 @@ def test_rl_fields_are_aligned_to_labels_and_zero_where_not_trained_on():
 
 def test_old_logprobs_are_taken_where_trained_on_and_zero_elsewhere():
     batch = pack_microbatch(ROLLOUTS, [0, 1])
-    updated = with_old_logprobs(batch, torch.tensor([-9.0, -1.0, -2.0, float("-inf"), -4.0], dtype=torch.float64))
+    updated = with_old_logprobs(
+        batch, torch.tensor([-9.0, -1.0, -2.0, float("-inf"), -4.0], dtype=torch.float64)
+    )
     assert updated.rl.old_logprobs.tolist() == [0.0, -1.0, -2.0, float("-inf"), -4.0]
     assert updated.rl.old_logprobs.dtype == torch.float32
     assert batch.rl.old_logprobs.tolist() == [0.0] * 5
@@ -110,7 +112,9 @@ def test_no_index_packs_to_an_empty_batch_of_the_same_kind():
 
 
 def test_sample_above_the_budget_is_an_error_that_names_it_and_the_key():
-    with pytest.raises(DataError, match=r"sample four: 4 tokens take 3 positions, but tokens_per_microbatch is 2"):
+    with pytest.raises(
+        DataError, match=r"sample four: 4 tokens take 3 positions, but tokens_per_microbatch is 2"
+    ):
         pack([THREE, FOUR], tokens_per_microbatch=2)
 
 

@@ -20,7 +20,9 @@ def _load(tmp_path, rows, max_prompt_tokens=100):
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
     return load_prompts(
-        file, render=lambda messages: list(messages[-1]["content"].encode()), max_prompt_tokens=max_prompt_tokens
+        file,
+        render=lambda messages: list(messages[-1]["content"].encode()),
+        max_prompt_tokens=max_prompt_tokens,
     )
 
 
@@ -58,7 +60,9 @@ def test_question_and_answer_schemas_are_recognised(row, answer):
     assert prompt.answer == answer
 
 
-@pytest.mark.parametrize("gold", [0, 142.0, "x", ["1", "2"], {"tests": [1]}, '["1"]', "[0, 1)", False], ids=repr)
+@pytest.mark.parametrize(
+    "gold", [0, 142.0, "x", ["1", "2"], {"tests": [1]}, '["1"]', "[0, 1)", False], ids=repr
+)
 def test_gold_answer_stays_as_the_row_holds_it(gold):
     assert _one({**KLEAR, "reward_model": {"ground_truth": gold}}).answer is gold
 

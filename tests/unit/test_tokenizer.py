@@ -49,7 +49,9 @@ def test_every_id_is_below_the_vocabulary_size(tokenizer):
     assert max(tokenizer.encode("az<>{}09")) < tokenizer.vocab_size
 
 
-@pytest.mark.parametrize(("listed", "want"), [(7, (1, 7)), ([7, 1], (1, 7)), (None, (1,))], ids=["int", "list", "none"])
+@pytest.mark.parametrize(
+    ("listed", "want"), [(7, (1, 7)), ([7, 1], (1, 7)), (None, (1,))], ids=["int", "list", "none"]
+)
 def test_eos_ids_join_tokenizer_and_generation_config(tmp_path, listed, want):
     path = write_hf_tokenizer(tmp_path, template=None)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
@@ -60,6 +62,14 @@ def test_sentencepiece_reads_eos_ids_of_generation_config(tmp_path):
     path = write_sentencepiece(tmp_path)
     (path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     assert load_tokenizer(path).eos_token_ids == (2, 5)
+
+
+def test_tokenizer_json_stands_above_the_class_of_the_model_type(tmp_path):
+    path = write_hf_tokenizer(tmp_path, template=None)
+    # transformers' AutoTokenizer would take Qwen2's byte-level splitting here and lose the spaces.
+    (path / "config.json").write_text('{"model_type": "qwen2"}')
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.decode(tokenizer.encode("a  b\n")) == "a  b\n"
 
 
 def test_missing_directory_is_an_error_that_names_it(tmp_path):
