@@ -1,8 +1,8 @@
 """Executing a plan: one buffer per (trainer rank, worker) pair, sealed with its version and a digest.
 
-A buffer is the plan's intervals in plan order, already in the engine's dtype, then `SEAL_BYTES` of seal. The digest
-is keyed with the plan, so two sides that planned differently never mistake each other's bytes. Nothing here touches
-a model.
+A buffer is the plan's intervals in plan order, already in the engine's dtype, then `SEAL_BYTES` of seal. The
+digest is keyed with the plan, so two sides that planned differently never mistake each other's bytes. Nothing
+here touches a model.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def pack(
 ) -> Tensor:
     """One sealed uint8 buffer holding the intervals of `transfers` in order, cast to `dtype`."""
     if dtype.itemsize != plan.element_bytes:
-        raise ReshardError(f"weight transfer: {dtype} has {dtype.itemsize} bytes, the plan {plan.element_bytes}")
+        raise ReshardError(
+            f"weight transfer: {dtype} has {dtype.itemsize} bytes, the plan {plan.element_bytes}"
+        )
     size = sum(t.bytes for t in transfers)
     # a tensor of the wire dtype views the front; the seal need not be aligned to it
     payload = torch.empty(size // dtype.itemsize, dtype=dtype)
@@ -70,7 +72,7 @@ def pack(
     for transfer in transfers:
         count = transfer.bytes // dtype.itemsize
         shape = plan.piece_shape(transfer)
-        payload[offset:offset + count].view(shape).copy_(_local_piece(transfer, shape, params))
+        payload[offset : offset + count].view(shape).copy_(_local_piece(transfer, shape, params))
         offset += count
     raw = payload.view(torch.uint8)
     seal = struct.pack("<q", version) + _digest(plan, raw, version)
@@ -83,11 +85,14 @@ def check_seal(plan: ReshardPlan, buffer: Tensor, *, version: int, source: int) 
     (sent_version,) = struct.unpack("<q", seal[:8])
     if _digest(plan, payload, sent_version) != seal[8:]:
         raise ReshardError(
-            f"weight transfer: the {payload.numel()} bytes from trainer rank {source} do not match their digest; "
+            f"weight transfer: the {payload.numel()} bytes from trainer rank {source} do not match their "
+            f"digest; "
             f"nothing was loaded, send all weights again"
         )
     if sent_version != version:
-        raise ReshardError(f"weight transfer: trainer rank {source} sent version {sent_version}, expected {version}")
+        raise ReshardError(
+            f"weight transfer: trainer rank {source} sent version {sent_version}, expected {version}"
+        )
     return payload
 
 
@@ -103,18 +108,24 @@ def unpack(
         expected = sum(t.bytes for t in transfers)
         got = payloads[source].numel() if source in payloads else 0
         if got != expected:
-            raise ReshardError(f"weight transfer: {got} of {expected} bytes arrived from trainer rank {source}")
+            raise ReshardError(
+                f"weight transfer: {got} of {expected} bytes arrived from trainer rank {source}"
+            )
         flat, offset = payloads[source].view(dtype), 0
         for transfer in transfers:
             count = transfer.bytes // dtype.itemsize
-            view = flat[offset:offset + count].view(plan.piece_shape(transfer))
+            view = flat[offset : offset + count].view(plan.piece_shape(transfer))
             parts.setdefault(transfer.hf_name, []).append((transfer, view))
             offset += count
     return parts
 
 
 def full_tensors(
-    plan: ReshardPlan, parts: Mapping[str, Sequence[tuple[Transfer, Tensor]]], *, dtype: torch.dtype, canary: bool
+    plan: ReshardPlan,
+    parts: Mapping[str, Sequence[tuple[Transfer, Tensor]]],
+    *,
+    dtype: torch.dtype,
+    canary: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor in checkpoint order, full shape, with only the received intervals filled.
 

@@ -1,7 +1,7 @@
-"""The reshard plan: which interval goes from which trainer rank to which engine worker. Pure Python, no tensors.
+"""The reshard plan: which interval goes from which trainer rank to which engine worker. No tensors.
 
-Every process builds the plan alone from the same few numbers and gets the same one (`digest` proves it). A plan
-that `plan_reshard` returns is complete: each worker's need is tiled exactly, with no gap and no overlap.
+Every process builds the plan alone from the same few numbers and gets the same one (`digest` proves it). A
+plan that `plan_reshard` returns is complete: each worker's need is tiled exactly, with no gap and no overlap.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from megatron_rl.reshard.tables import Need, target_needs
 class Transfer:
     """One interval of one HF tensor on its way from a trainer rank to an engine worker.
 
-    Elements `hf_start : hf_start + length` along `hf_dim` of the HF tensor are read from `param_start` on along
-    `param_dim` of `param` in model chunk `chunk` of rank `source`. `hf_dim` None: the whole tensor, `length` 0.
+    Elements `hf_start : hf_start + length` along `hf_dim` of the HF tensor are read from `param_start` on
+    along `param_dim` of `param` in model chunk `chunk` of rank `source`. `hf_dim` None: the whole tensor,
+    `length` 0.
     """
 
     source: int
-    target: int         # worker index: replica * target_tp + tensor-parallel rank of the worker
+    target: int  # worker index: replica * target_tp + tensor-parallel rank of the worker
     hf_name: str
     hf_dim: int | None
     hf_start: int
@@ -45,7 +46,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardPlan:
-    """Transfers from `source` (trainer layout) to `replicas` engines of `target_tp` workers, in execution order.
+    """Transfers from the trainer layout `source` to `replicas` engines of `target_tp` workers, in order.
 
     The order of `sends` and `recvs` is the order of bytes in the one buffer between a rank and a worker.
     """
@@ -119,7 +120,10 @@ class ReshardPlan:
             f"  model {_mib(facts['model_bytes'])}, a broadcast would move {_mib(facts['broadcast_bytes'])}",
             f"  busiest sender / mean {facts['send_imbalance']:.2f}",
         ]
-        for title, sizes in (("trainer rank sends", facts["sent_bytes"]), ("worker receives", facts["received_bytes"])):
+        for title, sizes in (
+            ("trainer rank sends", facts["sent_bytes"]),
+            ("worker receives", facts["received_bytes"]),
+        ):
             shown = list(sizes.items())[:16]
             more = f" ... {len(sizes) - len(shown)} more" if len(sizes) > len(shown) else ""
             lines.append(f"  {title}: " + ", ".join(f"{i}: {_mib(size)}" for i, size in shown) + more)
@@ -127,11 +131,14 @@ class ReshardPlan:
 
     def to_json(self) -> str:
         """The whole plan, one row per transfer; canonical, so two equal plans are equal texts."""
-        return json.dumps({
-            **self.inputs(),
-            "columns": [f.name for f in fields(Transfer)],
-            "transfers": [astuple(t) for t in self.transfers],
-        }, separators=(",", ":"))
+        return json.dumps(
+            {
+                **self.inputs(),
+                "columns": [f.name for f in fields(Transfer)],
+                "transfers": [astuple(t) for t in self.transfers],
+            },
+            separators=(",", ":"),
+        )
 
     @cached_property
     def _digest(self) -> str:
@@ -157,8 +164,8 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Plan a full weight transfer, choosing the least loaded holder of each interval (ties: lowest rank).
 
-    `element_bytes` is the width on the wire. Raises LayoutError if the engine cannot hold the model, ReshardError
-    naming the tensor if the source does not hold all of it.
+    `element_bytes` is the width on the wire. Raises LayoutError if the engine cannot hold the model,
+    ReshardError naming the tensor if the source does not hold all of it.
     """
     holders = _holders(spec, source)
     shapes = hf_tensors(spec)
@@ -172,8 +179,12 @@ def plan_reshard(
                 check_exact(name, shapes[name], need, cover, element_bytes)
                 transfers += cover
     return ReshardPlan(
-        spec=spec, source=source, target_tp=target_tp, replicas=replicas,
-        element_bytes=element_bytes, transfers=tuple(transfers),
+        spec=spec,
+        source=source,
+        target_tp=target_tp,
+        replicas=replicas,
+        element_bytes=element_bytes,
+        transfers=tuple(transfers),
     )
 
 
@@ -183,8 +194,11 @@ def plan_from_inputs(inputs: Mapping[str, Any], *, digest: str) -> ReshardPlan:
     if spec["rope_scaling"] is not None:
         spec["rope_scaling"] = RopeScaling(**spec["rope_scaling"])
     plan = plan_reshard(
-        ModelSpec(**spec), ParallelLayout(**inputs["source"]), target_tp=inputs["target_tp"],
-        replicas=inputs["replicas"], element_bytes=inputs["element_bytes"],
+        ModelSpec(**spec),
+        ParallelLayout(**inputs["source"]),
+        target_tp=inputs["target_tp"],
+        replicas=inputs["replicas"],
+        element_bytes=inputs["element_bytes"],
     )
     if plan.digest() != digest:
         raise ReshardError(
@@ -197,11 +211,13 @@ def plan_from_inputs(inputs: Mapping[str, Any], *, digest: str) -> ReshardPlan:
 def check_exact(
     name: str, shape: tuple[int, ...], need: Need, cover: list[Transfer], element_bytes: int
 ) -> None:
-    """Prove that `cover` tiles `need` once. Raises ReshardError naming the tensor and the first wrong place."""
+    """Prove that `cover` tiles `need` once. Raises ReshardError naming tensor and first wrong place."""
     dim, start, length = need
     if dim is None:
         if len(cover) != 1 or cover[0].hf_dim is not None:
-            raise ReshardError(f"reshard plan: {name} is needed whole, but is covered by {len(cover)} transfers")
+            raise ReshardError(
+                f"reshard plan: {name} is needed whole, but is covered by {len(cover)} transfers"
+            )
         expected = prod(shape) * element_bytes
     else:
         cursor = start
@@ -214,7 +230,9 @@ def check_exact(
                 )
             cursor += transfer.length
         if cursor != start + length:
-            raise ReshardError(f"reshard plan: {name} along dim {dim} ends at {cursor}, needed up to {start + length}")
+            raise ReshardError(
+                f"reshard plan: {name} along dim {dim} ends at {cursor}, needed up to {start + length}"
+            )
         expected = length * prod(n for i, n in enumerate(shape) if i != dim) * element_bytes
     moved = sum(t.bytes for t in cover)
     if moved != expected:
@@ -235,23 +253,36 @@ def _holders(spec: ModelSpec, source: ParallelLayout) -> dict[str, dict[tuple[in
 
 
 def _cover(
-    name: str, shape: tuple[int, ...], need: Need, holders: Mapping[tuple[int, int], list[_Holder]],
-    load: dict[int, int], worker: int, element_bytes: int,
+    name: str,
+    shape: tuple[int, ...],
+    need: Need,
+    holders: Mapping[tuple[int, int], list[_Holder]],
+    load: dict[int, int],
+    worker: int,
+    element_bytes: int,
 ) -> list[Transfer]:
     """Walk the need from its start; at each point take the longest stretch from the least loaded holder."""
     dim, cursor, length = need
     if dim is None:
         whole = [holder for group in holders.values() for holder in group]
-        return [_take(name, prod(shape) * element_bytes, need, _least_loaded(name, whole, load), load, worker)]
+        return [
+            _take(name, prod(shape) * element_bytes, need, _least_loaded(name, whole, load), load, worker)
+        ]
     row_bytes = prod(n for i, n in enumerate(shape) if i != dim) * element_bytes
     end, cover = cursor + length, []
     while cursor < end:
-        here = [h for (lo, hi), group in holders.items() if lo <= cursor < hi for h in group if h[1].hf_dim == dim]
+        here = [
+            h for (lo, hi), group in holders.items() if lo <= cursor < hi for h in group if h[1].hf_dim == dim
+        ]
         if not here:
-            raise ReshardError(f"reshard plan: a gap in {name}: no trainer rank holds index {cursor} along dim {dim}")
+            raise ReshardError(
+                f"reshard plan: a gap in {name}: no trainer rank holds index {cursor} along dim {dim}"
+            )
         holder = _least_loaded(name, here, load)
         stop = min(end, holder[1].hf_start + holder[1].length)
-        cover.append(_take(name, (stop - cursor) * row_bytes, (dim, cursor, stop - cursor), holder, load, worker))
+        cover.append(
+            _take(name, (stop - cursor) * row_bytes, (dim, cursor, stop - cursor), holder, load, worker)
+        )
         cursor = stop
     return cover
 
@@ -268,8 +299,17 @@ def _take(name: str, size: int, span: Need, holder: _Holder, load: dict[int, int
     load[rank] += size
     offset = start - piece.hf_start if dim is not None else 0
     return Transfer(
-        source=rank, target=worker, hf_name=name, hf_dim=dim, hf_start=start, length=length, chunk=piece.chunk,
-        param=piece.param, param_dim=piece.param_dim, param_start=piece.param_start + offset, bytes=size,
+        source=rank,
+        target=worker,
+        hf_name=name,
+        hf_dim=dim,
+        hf_start=start,
+        length=length,
+        chunk=piece.chunk,
+        param=piece.param,
+        param_dim=piece.param_dim,
+        param_start=piece.param_start + offset,
+        bytes=size,
     )
 
 

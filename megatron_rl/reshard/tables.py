@@ -1,8 +1,9 @@
 """What each engine worker reads: intervals of Hugging Face tensors, the target side of the reshard plan.
 
-The source side is `model.hf_tables.source_pieces`; both speak HF coordinates, so fused, interleaved and padded
-layouts are only interval lists. Rules as of vLLM 0.32: its loaders narrow every tensor by the worker's rank, kv
-heads are replicated when there are fewer than workers, vocabulary rows are padded before they are split.
+The source side is `model.hf_tables.source_pieces`; both speak HF coordinates, so fused, interleaved and
+padded layouts are only interval lists. Rules as of vLLM 0.32: its loaders narrow every tensor by the worker's
+rank, kv heads are replicated when there are fewer than workers, vocabulary rows are padded before they are
+split.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ Need = tuple[int | None, int, int]  # (dim, start, length); dim None: the whole 
 def check_target(spec: ModelSpec, *, tp: int) -> None:
     """Raises LayoutError when an engine of `tp` workers cannot hold the model."""
     padded = -(-spec.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
-    for name, size in (("attention heads", spec.num_heads), ("ffn columns", spec.ffn_size), ("padded vocabulary rows", padded)):
+    for name, size in (
+        ("attention heads", spec.num_heads),
+        ("ffn columns", spec.ffn_size),
+        ("padded vocabulary rows", padded),
+    ):
         if size % tp:
-            raise LayoutError(f"engine.tp: got {tp}, which does not divide the model's {size} {name}; lower engine.tp")
+            raise LayoutError(
+                f"engine.tp: got {tp}, which does not divide the model's {size} {name}; lower engine.tp"
+            )
     kv = spec.num_kv_heads
     if kv % tp and tp % kv:
         raise LayoutError(

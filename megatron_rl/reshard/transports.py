@@ -1,4 +1,4 @@
-"""The channel that weights travel on: a gloo group of trainer ranks and engine workers, apart from any other group.
+"""The channel that weights travel on: a gloo group of trainer ranks and engine workers, apart from others.
 
 Trainer ranks are 0 .. T-1, workers T .. T+N-1. torch only: the trainer never imports the engine.
 """
@@ -6,8 +6,9 @@ Trainer ranks are 0 .. T-1, workers T .. T+N-1. torch only: the trainer never im
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,7 +57,8 @@ class GlooGroup:
     """`Transport` over gloo. Buffers are 1-D uint8 CPU tensors and must live until `wait` returned."""
 
     def __init__(self, group: ProcessGroupGloo, store: TCPStore, rank: int, timeout: timedelta) -> None:
-        self._group, self._store, self._rank, self._timeout = group, store, rank, timeout
+        self._group: Any = group  # its stubs leave out the point-to-point calls
+        self._store, self._rank, self._timeout = store, rank, timeout
 
     @property
     def rank(self) -> int:
@@ -68,7 +70,7 @@ class GlooGroup:
     def recv(self, buffer: Tensor, peer: int) -> Pending:
         return self._start(self._group.recv, buffer, peer, "receiving from")
 
-    def _start(self, operation, buffer: Tensor, peer: int, verb: str) -> Pending:  # type: ignore[no-untyped-def]
+    def _start(self, operation: Callable[..., Any], buffer: Tensor, peer: int, verb: str) -> Pending:
         what = f"rank {self._rank} {verb} rank {peer} ({buffer.numel()} bytes)"
         try:
             return _Work(operation([buffer], peer, 0), self._timeout, what)
@@ -85,7 +87,8 @@ def open_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
         return TCPStore(host, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
     except RuntimeError as error:
         raise ReshardError(
-            f"engine.port: cannot listen on {host}:{port} ({_first_line(error)}); free it, or set engine.port to 0"
+            f"engine.port: cannot listen on {host}:{port} ({_first_line(error)}); free it, or set "
+            f"engine.port to 0"
         ) from error
 
 
@@ -94,13 +97,15 @@ def make_group(
 ) -> GlooGroup:
     """Join the group that meets at `host:port`; returns when all `world` members did.
 
-    Rank 0 passes the store from `open_store`. Raises ReshardError naming the rank when the others do not come.
+    Rank 0 passes the store from `open_store`. Raises ReshardError naming the rank when the others do not
+    come.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
         if store is None:
             store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
-        options = ProcessGroupGloo._Options()
+        gloo: Any = ProcessGroupGloo  # nor its options
+        options = gloo._Options()
         # gloo's default device resolves the host name, which on many laptops and containers leads nowhere
         device = ProcessGroupGloo.create_device(hostname=_own_address(host, port))
         options._devices, options._timeout, options._threads = [device], timeout, 2

@@ -34,8 +34,19 @@ class EngineProcess:
         fds = (theirs.fileno(), their_life.fileno())
         with open(log_path, "wb") as log, theirs, their_life:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.rollout.vllm_worker", "--fd", str(fds[0]), "--life-fd", str(fds[1])],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=fds,
+                [
+                    sys.executable,
+                    "-m",
+                    "megatron_rl.rollout.vllm_worker",
+                    "--fd",
+                    str(fds[0]),
+                    "--life-fd",
+                    str(fds[1]),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=fds,
                 start_new_session=True,  # its process group is its own: nobody else dies with it
             )
 
@@ -54,7 +65,7 @@ class EngineProcess:
         return ready
 
     def ask(self, cmd: str, *, timeout_s: float, **fields: Any) -> Any:
-        """One command and its result. Raises ReshardError or EngineError as the engine says, EngineError if it died."""
+        """One command and its result. Raises what the engine says, and EngineError if it died."""
         return self._exchange({"cmd": cmd, **fields}, timeout_s=timeout_s, doing=cmd)["result"]
 
     def close(self) -> None:
@@ -75,7 +86,9 @@ class EngineProcess:
     def _exchange(self, message: Message, *, timeout_s: float, doing: str) -> Message:
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
-            raise EngineError(f"{self.name}: still busy with another command after {timeout_s:.0f} s ({doing})")
+            raise EngineError(
+                f"{self.name}: still busy with another command after {timeout_s:.0f} s ({doing})"
+            )
         try:
             if self._broken is not None:
                 raise EngineError(self._broken)
@@ -95,7 +108,9 @@ class EngineProcess:
             send_message(self._sock, {"id": self._next_id, **message})
             return recv_message(self._sock, timeout_s=max(0.0, deadline - time.monotonic()))
         except WireTimeout as error:
-            self._broken = f"{self.name}: did not answer within {timeout_s:.0f} s while {doing}; {self._log_tail()}"
+            self._broken = (
+                f"{self.name}: did not answer within {timeout_s:.0f} s while {doing}; {self._log_tail()}"
+            )
             raise EngineError(self._broken) from error
         except WireClosed as error:
             self._wait(2.0)

@@ -1,4 +1,4 @@
-"""`RolloutEngine` over vLLM replicas in their own processes, driven by trainer rank 0. Does not import vLLM."""
+"""`RolloutEngine` over vLLM replicas in their own processes, driven by trainer rank 0; never imports vLLM."""
 
 from __future__ import annotations
 
@@ -35,27 +35,42 @@ class VllmEngine:
 
     @classmethod
     def start(
-        cls, config: EngineConfig, *, hf_path: str | Path, dtype: str, spec: ModelSpec, max_model_len: int,
-        seed: int, log_dir: str | Path, threads: int = 1,
+        cls,
+        config: EngineConfig,
+        *,
+        hf_path: str | Path,
+        dtype: str,
+        spec: ModelSpec,
+        max_model_len: int,
+        seed: int,
+        log_dir: str | Path,
+        threads: int = 1,
     ) -> VllmEngine:
         """Start every replica at once and wait until all are ready.
 
-        `dtype` is `float32` or `bfloat16`, `max_model_len` the tokens of prompt plus response, `threads` the CPU
-        threads of one worker. Raises EngineError naming the replica, its exit code and the end of its log, or the
-        configured port if it is taken; LayoutError if the model does not fit `engine.tp`.
+        `dtype` is `float32` or `bfloat16`, `max_model_len` the tokens of prompt plus response, `threads` the
+        CPU threads of one worker. Raises EngineError naming the replica, its exit code and the end of its
+        log, or the configured port if it is taken; LayoutError if the model does not fit `engine.tp`.
         """
         check_target(spec, tp=config.tp)
         if max_model_len > spec.max_positions:
             raise EngineError(
-                f"engine: prompts plus responses of {max_model_len} tokens, but the model has {spec.max_positions} "
+                f"engine: prompts plus responses of {max_model_len} tokens, but the model has "
+                f"{spec.max_positions} "
                 f"positions; lower sampling.max_prompt_tokens or sampling.max_response_tokens"
             )
         _check_port_free(config.port)
         engine = cls(config, spec=spec, max_model_len=max_model_len)
         message = {
-            "hf_path": str(hf_path), "dtype": dtype, "tp": config.tp, "seed": seed, "threads": threads,
-            "max_model_len": max_model_len, "max_concurrent": config.max_concurrent,
-            "kv_cache_gib": config.kv_cache_gib, "gpu_memory_fraction": config.gpu_memory_fraction,
+            "hf_path": str(hf_path),
+            "dtype": dtype,
+            "tp": config.tp,
+            "seed": seed,
+            "threads": threads,
+            "max_model_len": max_model_len,
+            "max_concurrent": config.max_concurrent,
+            "kv_cache_gib": config.kv_cache_gib,
+            "gpu_memory_fraction": config.gpu_memory_fraction,
         }
         try:
             for index in range(config.replicas):
@@ -75,7 +90,7 @@ class VllmEngine:
 
     @property
     def weight_version(self) -> int:
-        """Version that every replica confirmed after the last finished transfer; -1: the weights of the HF directory."""
+        """Version that every replica confirmed last; -1: still the weights of the HF directory."""
         return self._weight_version
 
     @property
@@ -84,18 +99,21 @@ class VllmEngine:
         return [replica.pid for replica in self._replicas]
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Completions in the order of `requests`, spread over the replicas in blocks so that groups stay together.
+        """Completions in the order of `requests`; replicas take blocks of them, so that groups stay together.
 
-        Raises EngineError naming the replica that died, timed out or is stale, or the request that does not fit.
+        Raises EngineError naming the replica that died, timed out or is stale, or the request that does not
+        fit.
         """
         for i, request in enumerate(requests):
             self._check_fits(f"request {i}", len(request.prompt_token_ids), request.max_tokens)
         share = -(-len(requests) // len(self._replicas))
-        blocks = [requests[i:i + share] for i in range(0, len(requests), share)] if requests else []
-        answers = self._together([
-            self._threads.submit(self._generate_on, replica, block)
-            for replica, block in zip(self._replicas, blocks, strict=False)
-        ])
+        blocks = [requests[i : i + share] for i in range(0, len(requests), share)] if requests else []
+        answers = self._together(
+            [
+                self._threads.submit(self._generate_on, replica, block)
+                for replica, block in zip(self._replicas, blocks, strict=False)
+            ]
+        )
         return [completion for block in answers for completion in block]
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
@@ -105,7 +123,10 @@ class VllmEngine:
         """
         self._check_fits("score", len(token_ids), 1)
         scores: list[float] = self._replicas[0].ask(
-            "score", timeout_s=self._config.request_timeout_s, token_ids=list(token_ids), temperature=temperature,
+            "score",
+            timeout_s=self._config.request_timeout_s,
+            token_ids=list(token_ids),
+            temperature=temperature,
             weight_version=self._weight_version,
         )
         return scores
@@ -114,24 +135,41 @@ class VllmEngine:
         """Of each replica: `weight_version` and `stale` (None, or why it refuses to generate)."""
         return self._all(lambda replica: replica.ask("status", timeout_s=self._config.request_timeout_s))
 
-    def begin_join(self, plan: ReshardPlan, *, host: str, port: int, timeout_s: float, canary: bool) -> Future[Any]:
-        """Ask every worker to join the transfer group; the trainer ranks must join while the future is pending."""
+    def begin_join(
+        self, plan: ReshardPlan, *, host: str, port: int, timeout_s: float, canary: bool
+    ) -> Future[Any]:
+        """Ask every worker to join the transfer group; trainer ranks join while the future is pending."""
+
         def join(replica: EngineProcess) -> None:
-            replica.ask("init_transfer", timeout_s=timeout_s + _ACK_SLACK_S, init_info={
-                "host": host, "port": port, "timeout_s": timeout_s, "first_worker": replica.replica * self._config.tp,
-                "plan": plan.inputs(), "plan_digest": plan.digest(), "canary": canary,
-            })
+            replica.ask(
+                "init_transfer",
+                timeout_s=timeout_s + _ACK_SLACK_S,
+                init_info={
+                    "host": host,
+                    "port": port,
+                    "timeout_s": timeout_s,
+                    "first_worker": replica.replica * self._config.tp,
+                    "plan": plan.inputs(),
+                    "plan_digest": plan.digest(),
+                    "canary": canary,
+                },
+            )
+
         return self._in_background(join)
 
     def begin_update(self, version: int, *, timeout_s: float) -> Future[Any]:
-        """Ask every worker to receive; the future ends when all bytes of all workers are verified and staged."""
-        return self._in_background(lambda replica: replica.ask(
-            "receive", timeout_s=timeout_s + _ACK_SLACK_S, weight_version=version))
+        """Ask every worker to receive; the future ends when all bytes of all are verified and staged."""
+        return self._in_background(
+            lambda replica: replica.ask("receive", timeout_s=timeout_s + _ACK_SLACK_S, weight_version=version)
+        )
 
     def finish_update(self, version: int) -> None:
         """Load what is staged, everywhere. Afterwards `weight_version` is `version`."""
-        self._all(lambda replica: replica.ask(
-            "commit", timeout_s=self._config.request_timeout_s, weight_version=version))
+        self._all(
+            lambda replica: replica.ask(
+                "commit", timeout_s=self._config.request_timeout_s, weight_version=version
+            )
+        )
         self._weight_version = version
 
     def abandon_update(self) -> None:
@@ -147,13 +185,16 @@ class VllmEngine:
     def _check_fits(self, what: str, prompt_tokens: int, max_tokens: int) -> None:
         if not 0 < prompt_tokens <= self._max_model_len - max_tokens:
             raise EngineError(
-                f"engine: {what} has {prompt_tokens} prompt tokens and may add {max_tokens}; a prompt needs at least "
+                f"engine: {what} has {prompt_tokens} prompt tokens and may add {max_tokens}; a prompt "
+                f"needs at least "
                 f"one, and both together at most {self._max_model_len}"
             )
 
     def _generate_on(self, replica: EngineProcess, block: Sequence[GenerateRequest]) -> list[Completion]:
         answers = replica.ask(
-            "generate", timeout_s=self._config.request_timeout_s, weight_version=self._weight_version,
+            "generate",
+            timeout_s=self._config.request_timeout_s,
+            weight_version=self._weight_version,
             requests=[_to_wire(request) for request in block],
         )
         return [Completion(**{**answer, "finish": Finish(answer["finish"])}) for answer in answers]
@@ -180,8 +221,11 @@ class VllmEngine:
 
 def _to_wire(request: GenerateRequest) -> dict[str, Any]:
     fields = asdict(request)
-    return {**fields, "prompt_token_ids": list(fields["prompt_token_ids"]),
-            "stop_token_ids": list(fields["stop_token_ids"])}
+    return {
+        **fields,
+        "prompt_token_ids": list(fields["prompt_token_ids"]),
+        "stop_token_ids": list(fields["stop_token_ids"]),
+    }
 
 
 def _check_port_free(port: int) -> None:

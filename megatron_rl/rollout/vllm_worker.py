@@ -1,7 +1,7 @@
-"""One engine process: hosts `vllm.LLM` and answers its owner over an inherited socket until the owner is gone.
+"""One engine process: hosts `vllm.LLM` and answers its owner over a socket until the owner is gone.
 
-Run by `rollout.engine_process` as `python -m megatron_rl.rollout.vllm_worker --fd N --life-fd M`. It leads its own
-session, so ending its process group ends vLLM's workers as well.
+Run by `rollout.engine_process` as `python -m megatron_rl.rollout.vllm_worker --fd N --life-fd M`. It leads
+its own session, so ending its process group ends vLLM's workers as well.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ CPU_BLOCK_TOKENS = 32  # vLLM on CPU wants KV blocks in multiples of 32 tokens
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="socket that carries requests and answers")
-    parser.add_argument("--life-fd", type=int, required=True, help="socket that closes when the owner is gone")
+    parser.add_argument(
+        "--life-fd", type=int, required=True, help="socket that closes when the owner is gone"
+    )
     args = parser.parse_args()
     sock, life = socket.socket(fileno=args.fd), socket.socket(fileno=args.life_fd)
     for owned in (sock, life):
@@ -42,7 +44,7 @@ def main() -> int:
         server.serve(sock)
     except WireClosed:
         return 0
-    except Exception as error:  # noqa: BLE001 - whatever it is, the owner must hear of it
+    except Exception as error:  # whatever it is, the owner must hear of it
         traceback.print_exc()
         send_message(sock, {"id": 0, "error": {"kind": "start", "message": _one_line(error)}})
         return 1
@@ -52,7 +54,8 @@ def main() -> int:
 def _die_with_owner(life: socket.socket, owner: int) -> None:
     """End the whole process group once the owner closed its end or is no longer our parent.
 
-    The parent is asked as well because a child that the owner forked may keep the socket open after its death.
+    The parent is asked as well because a child that the owner forked may keep the socket open after its
+    death.
     """
     while os.getppid() == owner:
         readable, _, _ = select.select([life], [], [], 1.0)
@@ -66,16 +69,18 @@ def _die_with_owner(life: socket.socket, owner: int) -> None:
 
 def _set_environment(start: Message) -> None:
     """vLLM and OpenMP read these when they are imported, and nothing else sets them in this process."""
-    os.environ.update({
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",      # the engine core runs here: one process less, seeds stay put
-        "VLLM_CPU_KVCACHE_SPACE": str(start["kv_cache_gib"]),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",      # cores are shared with the trainer
-        "VLLM_CPU_CI_ENV": "1",                     # no warm-up on CPU: nothing is compiled
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": str(start["threads"]),
-        "HF_HUB_OFFLINE": "1",                      # a model is a directory, never a download
-        "TOKENIZERS_PARALLELISM": "false",
-    })
+    os.environ.update(
+        {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs here: one process less
+            "VLLM_CPU_KVCACHE_SPACE": str(start["kv_cache_gib"]),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with the trainer
+            "VLLM_CPU_CI_ENV": "1",  # no warm-up on CPU: nothing is compiled
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": str(start["threads"]),
+            "HF_HUB_OFFLINE": "1",  # a model is a directory, never a download
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+    )
 
 
 def _build_llm(start: Message) -> Any:
@@ -86,9 +91,13 @@ def _build_llm(start: Message) -> Any:
 
     register()
     on_cpu = not torch.cuda.is_available()
-    device: dict[str, Any] = {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS} if on_cpu else {
-        "gpu_memory_utilization": start["gpu_memory_fraction"],
-    }
+    device: dict[str, Any] = (
+        {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
+        if on_cpu
+        else {
+            "gpu_memory_utilization": start["gpu_memory_fraction"],
+        }
+    )
     return LLM(
         model=start["hf_path"],
         dtype=start["dtype"],
@@ -97,9 +106,9 @@ def _build_llm(start: Message) -> Any:
         max_num_seqs=start["max_concurrent"],
         seed=start["seed"],
         skip_tokenizer_init=True,
-        generation_config="vllm",                   # sampling is ours alone, not generation_config.json's
+        generation_config="vllm",  # sampling is ours alone, not generation_config.json's
         logprobs_mode="processed_logprobs",
-        max_logprobs=-1,                            # scoring at a temperature needs the whole row
+        max_logprobs=-1,  # scoring at a temperature needs the whole row
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         **device,
@@ -114,8 +123,12 @@ class EngineServer:
         self._version = -1
         self._stale: str | None = None
         self._commands: dict[str, Callable[[Message], Any]] = {
-            "generate": self._generate, "score": self._score, "status": self._status,
-            "init_transfer": self._init_transfer, "receive": self._receive, "commit": self._commit,
+            "generate": self._generate,
+            "score": self._score,
+            "status": self._status,
+            "init_transfer": self._init_transfer,
+            "receive": self._receive,
+            "commit": self._commit,
             "discard": self._discard,
         }
 
@@ -130,7 +143,7 @@ class EngineServer:
                 answer = {"result": self._commands[message["cmd"]](message)}
             except ReshardError as error:
                 answer = {"error": {"kind": "reshard", "message": str(error)}}
-            except Exception as error:  # noqa: BLE001 - the owner decides what a failed command means
+            except Exception as error:  # the owner decides what a failed command means
                 traceback.print_exc()
                 answer = {"error": {"kind": "engine", "message": _one_line(error)}}
             send_message(sock, {"id": message["id"], **answer})
@@ -152,9 +165,16 @@ class EngineServer:
         requests = message["requests"]
         params = [
             SamplingParams(
-                temperature=r["temperature"], top_p=r["top_p"], top_k=r["top_k"], seed=r["seed"],
-                max_tokens=r["max_tokens"], stop_token_ids=r["stop_token_ids"], ignore_eos=True, logprobs=0,
-                detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+                temperature=r["temperature"],
+                top_p=r["top_p"],
+                top_k=r["top_k"],
+                seed=r["seed"],
+                max_tokens=r["max_tokens"],
+                stop_token_ids=r["stop_token_ids"],
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
             )
             for r in requests
         ]
@@ -163,7 +183,9 @@ class EngineServer:
         return [
             {
                 "token_ids": list(out.token_ids),
-                "logprobs": [row[token].logprob for row, token in zip(out.logprobs, out.token_ids, strict=True)],
+                "logprobs": [
+                    row[token].logprob for row, token in zip(out.logprobs, out.token_ids, strict=True)
+                ],
                 "finish": out.finish_reason,
                 "weight_version": self._version,
             }
@@ -185,7 +207,9 @@ class EngineServer:
             return [row[token].logprob for row, token in zip(rows, token_ids[1:], strict=True)]
         scores = []
         for row, token in zip(rows, token_ids[1:], strict=True):
-            values = torch.tensor([entry.logprob for entry in row.values()], dtype=torch.float64) / temperature
+            values = (
+                torch.tensor([entry.logprob for entry in row.values()], dtype=torch.float64) / temperature
+            )
             scores.append(row[token].logprob / temperature - values.logsumexp(0).item())
         return scores
 
@@ -206,7 +230,7 @@ class EngineServer:
             raise
 
     def _commit(self, message: Message) -> None:
-        """Load what is staged. Stale until every worker has loaded all of it and the prefix cache is empty."""
+        """Load what is staged. Stale until all workers loaded it and the prefix cache is empty."""
         version = message["weight_version"]
         self._llm.finish_weight_update()
         self._raise_worker_errors()

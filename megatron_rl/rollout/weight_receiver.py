@@ -1,10 +1,11 @@
 """The half of a weight transfer that runs inside each vLLM worker, as its `WeightTransferEngine`.
 
-Two phases: `receive_weights` stages verified bytes and touches nothing, `finish_weight_update` loads what is staged.
-The driver asks `outcome` of every worker in between, so either all workers of an engine load or none does.
+Two phases: `receive_weights` stages verified bytes and touches nothing, `finish_weight_update` loads what is
+staged. The driver asks `outcome` of every worker in between, so either all workers of an engine load or none
+does.
 
-No method raises through vLLM's RPC: with several workers the executor stops reading at the first failure and would
-take the others' answers for those of the next call.
+No method raises through vLLM's RPC: with several workers the executor stops reading at the first failure and
+would take the others' answers for those of the next call.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ReceiverInit(WeightTransferInitInfo):
     host: str
     port: int
     timeout_s: float
-    first_worker: int           # plan worker index of this engine's worker 0
+    first_worker: int  # plan worker index of this engine's worker 0
     plan: dict[str, Any]
     plan_digest: str
     canary: bool
@@ -89,7 +90,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         self._error = None
         try:
             step(argument)
-        except Exception as error:  # noqa: BLE001 - every failure is reported by `outcome`, see above
+        except Exception as error:  # every failure is reported by `outcome`, see above
             self._staged = None
             self._error = f"engine worker {self._worker}: {type(error).__name__}: {error}"
 
@@ -129,7 +130,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
             # also after a failure: it puts every parameter back, so that a full resend can load
             finalize_layerwise_reload(self.model, self.model_config)
         if missing := sorted(set(plan.shapes) - offered):
-            raise ReshardError(f"weight transfer: vLLM's loader stopped before {missing[0]} (and {len(missing) - 1} more)")
+            raise ReshardError(
+                f"weight transfer: vLLM's loader stopped before {missing[0]} (and {len(missing) - 1} more)"
+            )
         if plan.spec.tied:
             _repack_tied_head(self.model)
         self._check_complete()
@@ -149,7 +152,8 @@ def _repack_tied_head(model: nn.Module) -> None:
     embedding = model.get_parameter("model.embed_tokens.weight")
     if head.weight.data_ptr() != embedding.data_ptr():
         raise ReshardError(
-            "weight transfer: config.json says tie_word_embeddings, but vLLM built a separate head, so the checkpoint "
+            "weight transfer: config.json says tie_word_embeddings, but vLLM built a separate head, so "
+            "the checkpoint "
             "holds an lm_head.weight that differs; set tie_word_embeddings to false or drop that tensor"
         )
     with torch.no_grad():

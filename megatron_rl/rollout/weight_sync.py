@@ -1,4 +1,4 @@
-"""The weight transfer as the RL loop sees it: every trainer rank calls `push`, and all succeed or all raise."""
+"""The weight transfer as the RL loop sees it: every rank calls `push`, and all succeed or all raise."""
 
 from __future__ import annotations
 
@@ -33,19 +33,36 @@ class SyncResult:
 class WeightSync:
     """Sends the policy's weights to the engines, by the plan of `spec`, `layout` and `config`.
 
-    `params` returns the live parameters of this rank, one mapping per model chunk. `engine` is given on rank 0 only.
-    `host` is rank 0's address as workers and other trainer ranks reach it. `dtype` is the engine's; values are cast
-    before they travel. `canary` fills what a worker must not read with NaN, at the cost of writing it.
+    `params` returns the live parameters of this rank, one mapping per model chunk. `engine` is given on rank
+    0 only. `host` is rank 0's address as workers and other trainer ranks reach it. `dtype` is the engine's;
+    values are cast before they travel. `canary` fills what a worker must not read with NaN, at the cost of
+    writing it.
     """
 
     def __init__(
-        self, params: Callable[[], Params], *, spec: ModelSpec, layout: ParallelLayout, rank: int,
-        engine: VllmEngine | None, config: EngineConfig, dtype: torch.dtype, host: str = LOOPBACK, canary: bool = True,
+        self,
+        params: Callable[[], Params],
+        *,
+        spec: ModelSpec,
+        layout: ParallelLayout,
+        rank: int,
+        engine: VllmEngine | None,
+        config: EngineConfig,
+        dtype: torch.dtype,
+        host: str = LOOPBACK,
+        canary: bool = True,
     ) -> None:
         if (engine is not None) != (rank == 0):
-            raise EngineError(f"weight transfer: the engine belongs to rank 0 alone, rank {rank} was given {engine}")
+            raise EngineError(
+                f"weight transfer: the engine belongs to rank 0 alone, rank {rank} was given {engine}"
+            )
         self._params, self._rank, self._engine, self._dtype = params, rank, engine, dtype
-        self._host, self._port, self._timeout_s, self._canary = host, config.port, config.request_timeout_s, canary
+        self._host, self._port, self._timeout_s, self._canary = (
+            host,
+            config.port,
+            config.request_timeout_s,
+            canary,
+        )
         self._group: GlooGroup | None = None
         self.plan = plan_reshard(
             spec, layout, target_tp=config.tp, replicas=config.replicas, element_bytes=dtype.itemsize
@@ -54,8 +71,8 @@ class WeightSync:
     def push(self, version: int) -> SyncResult:
         """Transfer all weights as `version`. Collective over the trainer ranks.
 
-        Returns once every replica runs on them. Raises ReshardError on all ranks, naming those that failed; then
-        the engines refuse to generate until a later push succeeds.
+        Returns once every replica runs on them. Raises ReshardError on all ranks, naming those that failed;
+        then the engines refuse to generate until a later push succeeds.
         """
         began = time.monotonic()
         if self._group is None:
@@ -64,7 +81,9 @@ class WeightSync:
         staged = self._engine.begin_update(version, timeout_s=self._timeout_s) if self._engine else None
         errors = []
         try:
-            send_weights(self.plan, self._rank, self._params(), self._group, dtype=self._dtype, version=version)
+            send_weights(
+                self.plan, self._rank, self._params(), self._group, dtype=self._dtype, version=version
+            )
         except MegatronRLError as error:
             errors.append(str(error))
         errors += _failure_of(staged)
@@ -80,7 +99,7 @@ class WeightSync:
         return SyncResult(version=version, seconds=time.monotonic() - began, bytes=self.plan.bytes_moved())
 
     def _connect(self) -> None:
-        """Open the group of trainer ranks and workers: rank 0 listens, tells the others where, everyone joins."""
+        """Open the group: rank 0 listens and tells the others where, then ranks and workers join."""
         store = None
         where: list[Any] = [None, None]  # port, or why there is none
         if self._rank == 0:
@@ -95,11 +114,16 @@ class WeightSync:
         joined = None
         if self._engine:
             joined = self._engine.begin_join(
-                self.plan, host=self._host, port=port, timeout_s=self._timeout_s, canary=self._canary)
+                self.plan, host=self._host, port=port, timeout_s=self._timeout_s, canary=self._canary
+            )
         errors = []
         try:
             self._group = make_group(
-                self._host, port, self._rank, self.plan.source.world_size + self.plan.num_workers, self._timeout_s,
+                self._host,
+                port,
+                self._rank,
+                self.plan.source.world_size + self.plan.num_workers,
+                self._timeout_s,
                 store=store,
             )
         except ReshardError as error:
@@ -122,7 +146,9 @@ class WeightSync:
         if self.plan.source.world_size > 1:
             everyone = [None] * self.plan.source.world_size
             dist.all_gather_object(everyone, errors)
-        failed = [f"trainer rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts or ()]
+        failed = [
+            f"trainer rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts or ()
+        ]
         if failed:
             raise ReshardError("\n".join(failed))
 

@@ -1,4 +1,6 @@
-"""Tiny Hugging Face models for the engine, what HF says about them, and their parameters as one Megatron rank's."""
+"""Tiny Hugging Face models for the engine, what HF says about them, and their parameters as one Megatron
+rank's.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.model.hf_tables import padded_vocab, source_pieces
 from megatron_rl.model.spec import ModelSpec
@@ -23,31 +24,62 @@ class TinyModel:
 
 
 def write_qwen2(
-    path: Path, *, seed: int, tied: bool, vocab_size: int = 251, layers: int = 2, hidden: int = 64, heads: int = 2,
+    path: Path,
+    *,
+    seed: int,
+    tied: bool,
+    vocab_size: int = 251,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 2,
     kv_heads: int = 1,
 ) -> TinyModel:
-    """A random Qwen2 of head_dim hidden / heads with biases and norms that are not at their neutral values."""
+    """A random Qwen2 of head_dim hidden / heads with biases and norms away from neutral values."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # slow to import, and most callers need none of it
+
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=vocab_size, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=512, tie_word_embeddings=tied,
-        bos_token_id=None, eos_token_id=None,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(1 + 0.2 * torch.randn_like(param) if "norm" in name else 0.15 * torch.randn_like(param))
+            param.copy_(
+                1 + 0.2 * torch.randn_like(param) if "norm" in name else 0.15 * torch.randn_like(param)
+            )
     model.save_pretrained(path)
     spec = ModelSpec(
-        family="qwen2", num_layers=layers, hidden_size=hidden, ffn_size=2 * hidden, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=hidden // heads, vocab_size=vocab_size, max_positions=512, rope_theta=1e4,
-        norm_eps=config.rms_norm_eps, tied=tied, qkv_bias=True, qk_norm=False,
+        family="qwen2",
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_size=2 * hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        vocab_size=vocab_size,
+        max_positions=512,
+        rope_theta=1e4,
+        norm_eps=config.rms_norm_eps,
+        tied=tied,
+        qkv_bias=True,
+        qk_norm=False,
     )
     return TinyModel(path, spec)
 
 
 def hf_logprobs(model: TinyModel, token_ids: list[int], *, temperature: float = 1.0) -> list[float]:
     """Log-probabilities of `token_ids[1:]` by transformers in float32."""
+    from transformers import AutoModelForCausalLM
+
     reference = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32).eval()
     with torch.no_grad():
         rows = (reference(torch.tensor([token_ids])).logits[0].double() / temperature).log_softmax(-1)
@@ -56,6 +88,8 @@ def hf_logprobs(model: TinyModel, token_ids: list[int], *, temperature: float = 
 
 def hf_weights(model: TinyModel) -> dict[str, Tensor]:
     """Every tensor of the checkpoint, float32."""
+    from transformers import AutoModelForCausalLM
+
     reference = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
     return {name: tensor.detach().clone() for name, tensor in reference.state_dict().items()}
 

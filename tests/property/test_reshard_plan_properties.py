@@ -1,4 +1,6 @@
-"""The plan moves every needed element exactly once, whatever the layouts: proven by executing it on numbered tensors."""
+"""The plan moves every needed element exactly once, whatever the layouts: proven by executing it on numbered
+tensors.
+"""
 
 import json
 
@@ -26,10 +28,20 @@ def specs_and_layouts(draw):
     head_dim, family = 4, draw(st.sampled_from(["qwen2", "qwen3", "llama"]))
     assume(heads % target_tp == 0 and heads % tp == 0)
     spec = ModelSpec(
-        family=family, num_layers=pp * vpp * draw(st.sampled_from([1, 2])), hidden_size=6, ffn_size=8,
-        num_heads=heads, num_kv_heads=kv, head_dim=head_dim, vocab_size=draw(st.integers(1, 200)),
-        max_positions=64, rope_theta=1e4, norm_eps=1e-6, tied=draw(st.booleans()),
-        qkv_bias=family == "qwen2", qk_norm=family == "qwen3",
+        family=family,
+        num_layers=pp * vpp * draw(st.sampled_from([1, 2])),
+        hidden_size=6,
+        ffn_size=8,
+        num_heads=heads,
+        num_kv_heads=kv,
+        head_dim=head_dim,
+        vocab_size=draw(st.integers(1, 200)),
+        max_positions=64,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        tied=draw(st.booleans()),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
     )
     layout = ParallelLayout(tp=tp, pp=pp, vpp=vpp, dp=dp)
     return spec, layout, target_tp, draw(st.sampled_from([1, 2]))
@@ -48,7 +60,10 @@ def numbered_tensors(spec):
 def megatron_params(spec, layout, rank, hf):
     """Parameters of one rank built from the source table; padding rows are poisoned with -1."""
     tp_rank, _, pp_rank = layout.coord(rank)
-    pieces, chunks = source_pieces(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank), [{} for _ in range(layout.vpp)]
+    pieces, chunks = (
+        source_pieces(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank),
+        [{} for _ in range(layout.vpp)],
+    )
     for piece in pieces:
         tensor, params = hf[piece.hf_name], chunks[piece.chunk]
         if piece.hf_dim is None:
@@ -59,8 +74,11 @@ def megatron_params(spec, layout, rank, hf):
             if "embedding" in piece.param or "output_layer" in piece.param:
                 shape[0] = padded_vocab(spec.vocab_size, layout.tp) // layout.tp
             else:
-                shape[piece.param_dim] = max(p.param_start + p.length for p in pieces
-                                             if (p.chunk, p.param) == (piece.chunk, piece.param))
+                shape[piece.param_dim] = max(
+                    p.param_start + p.length
+                    for p in pieces
+                    if (p.chunk, p.param) == (piece.chunk, piece.param)
+                )
             params[piece.param] = torch.full(shape, -1.0, dtype=tensor.dtype)
         params[piece.param].narrow(piece.param_dim, piece.param_start, piece.length).copy_(
             tensor.narrow(piece.hf_dim, piece.hf_start, piece.length)
@@ -80,8 +98,12 @@ def test_every_needed_element_arrives_exactly_once_with_its_value(case):
         for transfer in plan.recvs(worker):
             by_source.setdefault(transfer.source, []).append(transfer)
         payloads = {
-            source: check_seal(plan, pack(plan, transfers, params[source], dtype=torch.float64, version=3),
-                               version=3, source=source)
+            source: check_seal(
+                plan,
+                pack(plan, transfers, params[source], dtype=torch.float64, version=3),
+                version=3,
+                source=source,
+            )
             for source, transfers in by_source.items()
         }
         parts = unpack(plan, worker, payloads, dtype=torch.float64)
@@ -110,7 +132,9 @@ def test_every_process_builds_the_same_plan_and_its_bytes_add_up(case):
     again = plan_from_inputs(json.loads(json.dumps(plan.inputs())), digest=plan.digest())
     assert again.transfers == plan.transfers
     summary = plan.summary()
-    assert sum(summary["sent_bytes"].values()) == sum(summary["received_bytes"].values()) == plan.bytes_moved()
+    assert (
+        sum(summary["sent_bytes"].values()) == sum(summary["received_bytes"].values()) == plan.bytes_moved()
+    )
     assert summary["model_bytes"] * replicas <= plan.bytes_moved() <= summary["broadcast_bytes"]
 
 

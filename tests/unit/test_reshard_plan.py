@@ -13,12 +13,36 @@ from megatron_rl.reshard.plan import check_exact, plan_from_inputs, plan_reshard
 from megatron_rl.reshard.tables import target_needs
 
 QWEN3_8B = ModelSpec(
-    family="qwen3", num_layers=36, hidden_size=4096, ffn_size=12288, num_heads=32, num_kv_heads=8, head_dim=128,
-    vocab_size=151936, max_positions=40960, rope_theta=1e6, norm_eps=1e-6, tied=False, qkv_bias=False, qk_norm=True,
+    family="qwen3",
+    num_layers=36,
+    hidden_size=4096,
+    ffn_size=12288,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    max_positions=40960,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied=False,
+    qkv_bias=False,
+    qk_norm=True,
 )
 TINY = ModelSpec(
-    family="qwen2", num_layers=2, hidden_size=8, ffn_size=16, num_heads=4, num_kv_heads=1, head_dim=4,
-    vocab_size=100, max_positions=64, rope_theta=1e4, norm_eps=1e-6, tied=True, qkv_bias=True, qk_norm=False,
+    family="qwen2",
+    num_layers=2,
+    hidden_size=8,
+    ffn_size=16,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=4,
+    vocab_size=100,
+    max_positions=64,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied=True,
+    qkv_bias=True,
+    qk_norm=False,
 )
 QKV = "model.layers.0.self_attn.{}_proj.weight"
 
@@ -68,12 +92,15 @@ def test_data_parallel_replicas_share_the_load():
     assert min(sent.values()) > 0
 
 
-@pytest.mark.parametrize(("changes", "tp", "match"), [
-    ({}, 3, "attention heads"),
-    ({"num_heads": 6, "num_kv_heads": 3}, 2, "kv heads"),
-    ({"ffn_size": 15}, 4, "ffn columns"),
-    ({"num_heads": 12, "ffn_size": 24}, 12, "padded vocabulary rows"),
-])
+@pytest.mark.parametrize(
+    ("changes", "tp", "match"),
+    [
+        ({}, 3, "attention heads"),
+        ({"num_heads": 6, "num_kv_heads": 3}, 2, "kv heads"),
+        ({"ffn_size": 15}, 4, "ffn columns"),
+        ({"num_heads": 12, "ffn_size": 24}, 12, "padded vocabulary rows"),
+    ],
+)
 def test_an_engine_that_cannot_hold_the_model_is_refused(changes, tp, match):
     with pytest.raises(LayoutError, match=match):
         plan_reshard(replace(TINY, **changes), ParallelLayout(), target_tp=tp, replicas=1, element_bytes=4)
@@ -85,12 +112,15 @@ def damaged(damage):
     return name, plan.shapes[name], (1, 0, 16), damage([t for t in plan.transfers if t.hf_name == name])
 
 
-@pytest.mark.parametrize(("damage", "match"), [
-    (lambda cover: cover[1:], "a gap in .*layers.1.mlp.down_proj"),
-    (lambda cover: cover[:1], "ends at 8, needed up to 16"),
-    (lambda cover: cover + cover[1:], "an overlap"),
-    (lambda cover: [cover[0], replace(cover[1], bytes=4)], "bytes"),
-])
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda cover: cover[1:], "a gap in .*layers.1.mlp.down_proj"),
+        (lambda cover: cover[:1], "ends at 8, needed up to 16"),
+        (lambda cover: cover + cover[1:], "an overlap"),
+        (lambda cover: [cover[0], replace(cover[1], bytes=4)], "bytes"),
+    ],
+)
 def test_the_proof_finds_gaps_overlaps_and_wrong_sizes(damage, match):
     name, shape, need, cover = damaged(damage)
     with pytest.raises(ReshardError, match=match):

@@ -1,0 +1,71 @@
+"""Messages between trainer and engine: exact floats, and a clear error for every way a stream can end."""
+
+import math
+import socket
+import struct
+import threading
+
+import pytest
+
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout.wire import WireClosed, WireTimeout, recv_message, send_message
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_floats_survive_bit_for_bit(pair):
+    values = [0.1, -1 / 3, 5e-324, 1.7976931348623157e308, -math.inf, 2.0**-149]
+    send_message(pair[0], {"logprobs": values})
+    assert recv_message(pair[1])["logprobs"] == values
+
+
+def test_messages_keep_their_borders(pair):
+    for i in range(3):
+        send_message(pair[0], {"id": i})
+    assert [recv_message(pair[1])["id"] for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_message_larger_than_the_socket_buffer_arrives_whole(pair):
+    message = {"token_ids": list(range(300_000))}
+    sender = threading.Thread(target=send_message, args=(pair[0], message))
+    sender.start()
+    assert recv_message(pair[1], timeout_s=30) == message
+    sender.join()
+
+
+def test_an_end_inside_a_message_says_how_far_it_came(pair):
+    pair[0].sendall(struct.pack("<Q", 10) + b"{}")
+    pair[0].close()
+    with pytest.raises(WireClosed, match="after 2 of 10 bytes"):
+        recv_message(pair[1])
+
+
+def test_a_slow_sender_times_out_even_when_bytes_keep_coming(pair):
+    pair[0].sendall(struct.pack("<Q", 10) + b"{")
+    with pytest.raises(WireTimeout, match="1 of 10 bytes"):
+        recv_message(pair[1], timeout_s=0.05)
+
+
+def test_sending_to_nobody_is_an_error(pair):
+    pair[1].close()
+    with pytest.raises(WireClosed):
+        send_message(pair[0], {"id": 1})
+
+
+@pytest.mark.parametrize(
+    ("frame", "match"),
+    [
+        (struct.pack("<Q", 1 << 40), "at most"),
+        (struct.pack("<Q", 3) + b"\xff{}", "not JSON"),
+        (struct.pack("<Q", 2) + b"[]", "expected a JSON object, got list"),
+    ],
+)
+def test_what_is_not_a_message_is_refused(pair, frame, match):
+    pair[0].sendall(frame)
+    with pytest.raises(EngineError, match=match):
+        recv_message(pair[1])
