@@ -1,0 +1,154 @@
+"""What a run leaves in its directory, also when it is stopped and continued."""
+
+import json
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_rl.data.types import Completion, Finish, Prompt, RewardResult, Rollout, Verdict
+from megatron_rl.errors import TrainingError
+from megatron_rl.train.eval_result import EvalProblem, EvalResult
+from megatron_rl.train.records import RunRecords
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def log(records, *steps):
+    for step in steps:
+        records.log_step({"sft/loss": 1.0 / (step + 1)}, stage="sft", iteration=step + 1, step=step)
+
+
+def evaluation(iteration):
+    problems = (EvalProblem(id="a", num_correct=1, num_samples=4, difficulty=2),)
+    return EvalResult(name="heldout", iteration=iteration, samples=4, problems=problems)
+
+
+def rollout(text, *, finish=Finish.STOP):
+    return Rollout(
+        prompt=Prompt(id="p1", messages=[{"role": "user", "content": "4+7"}], answer="11", difficulty=2),
+        prompt_token_ids=[1],
+        sample_index=3,
+        completion=Completion(token_ids=[5, 6], logprobs=[-0.1, -0.2], finish=finish, weight_version=12),
+        text=text,
+        reward=RewardResult(score=1.1, parts={"math_answer": 1.0, "format": 1.0}, verdict=Verdict.CORRECT),
+    )
+
+
+def test_every_step_is_one_line_readable_at_once(tmp_path):
+    records = RunRecords(tmp_path)
+    records.log_step({"reward/mean": 0.5}, stage="rl", iteration=1, step=0, time_s=2.5)
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"stage": "rl", "iteration": 1, "step": 0, "time_s": 2.5, "reward/mean": 0.5}
+    ]
+    records.close()
+    records.close()
+
+
+def test_the_step_axis_never_goes_backwards(tmp_path):
+    records = RunRecords(tmp_path)
+    log(records, 0, 1)
+    for step in (1, 0):
+        with pytest.raises(TrainingError, match=f"step {step} after step 1"):
+            log(records, step)
+    records.close()
+    continued = RunRecords(tmp_path)
+    with pytest.raises(TrainingError, match="step 1 after step 1"):
+        log(continued, 1)
+    continued.close()
+
+
+def test_numbers_that_are_not_finite_become_null_and_are_counted(tmp_path):
+    records = RunRecords(tmp_path)
+    records.log_step(
+        {"a": float("nan"), "b": float("-inf"), "c": 1.0}, stage="rl", iteration=1, step=0, time_s=0.0
+    )
+    records.write_parity({"max": float("inf"), "gaps": [0.5, float("nan")]})
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert (line["a"], line["b"], line["c"]) == (None, None, 1.0)
+    assert json.loads((tmp_path / "parity.json").read_text()) == {"max": None, "gaps": [0.5, None]}
+    assert records.num_not_finite == 4
+    records.close()
+
+
+def test_a_resumed_run_drops_what_its_checkpoint_does_not_know(tmp_path):
+    records = RunRecords(tmp_path)
+    log(records, 0, 1, 2)
+    records.write_eval(evaluation(3))
+    log(records, 3, 4)
+    records.write_eval(evaluation(5))
+    records.close()
+    resumed = RunRecords(tmp_path, last_step=2)
+    assert resumed.last_step == 2
+    log(resumed, 3)
+    resumed.close()
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert [line["iteration"] for line in lines(tmp_path / "eval.jsonl")] == [3]
+
+
+def test_time_goes_on_after_a_resume(tmp_path):
+    records = RunRecords(tmp_path)
+    records.log_step({}, stage="sft", iteration=1, step=0, time_s=1000.0)
+    records.close()
+    resumed = RunRecords(tmp_path)
+    resumed.log_step({}, stage="sft", iteration=2, step=1)
+    resumed.close()
+    assert lines(tmp_path / "metrics.jsonl")[1]["time_s"] >= 1000.0
+
+
+def test_a_line_that_was_cut_off_is_dropped(tmp_path):
+    records = RunRecords(tmp_path)
+    log(records, 0, 1)
+    records.close()
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"stage": "sft", "iterat')
+    resumed = RunRecords(tmp_path)
+    log(resumed, 2)
+    resumed.close()
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_rollouts_keep_any_text_a_model_can_write(tmp_path):
+    records = RunRecords(tmp_path)
+    texts = ["\\boxed{11}\n\u2028 é 偶", "\udc80 lone", '"quotes" \x00']
+    path = records.write_rollouts(12, [rollout(text, finish=Finish.LENGTH) for text in texts])
+    records.close()
+    assert path == tmp_path / "rollouts" / "iter_000012.jsonl"
+    # split at line breaks alone: U+2028 is no end of a JSON line
+    found = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+    assert [line["completion"] for line in found] == texts
+    assert found[0] | {"completion": ""} == {
+        "prompt": "4+7", "completion": "", "reward": 1.1, "parts": {"math_answer": 1.0, "format": 1.0},
+        "finish": "length", "weight_version": 12, "verdict": "correct", "reason": "", "prompt_id": "p1",
+        "sample_index": 3, "difficulty": 2, "num_tokens": 2,
+    }  # fmt: skip
+
+
+def test_whole_files_leave_nothing_half_written_beside_them(tmp_path):
+    records = RunRecords(tmp_path)
+    records.write_recipe("name: demo\n")
+    records.write_plan({"transfers": [1, 2]})
+    records.write_rollouts(1, [rollout("x")])
+    records.close()
+    assert (tmp_path / "recipe.resolved.yaml").read_text() == "name: demo\n"
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"transfers": [1, 2]}
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_the_board_holds_the_same_numbers(tmp_path):
+    records = RunRecords(tmp_path)
+    log(records, 0, 1)
+    records.write_eval(evaluation(0))
+    records.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(event.step, event.value) for event in board.Scalars("sft/loss")] == [(0, 1.0), (1, 0.5)]
+    assert [(event.step, event.value) for event in board.Scalars("eval/heldout/avg_at_k")] == [(1, 0.25)]
+
+
+def test_a_metric_may_not_take_the_name_of_a_fixed_key(tmp_path):
+    records = RunRecords(tmp_path)
+    with pytest.raises(TrainingError, match="metric 'step' has the name of a fixed key"):
+        records.log_step({"step": 1.0}, stage="sft", iteration=1, step=0)
+    records.close()
