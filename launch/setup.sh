@@ -47,7 +47,8 @@ rm -f .venv/setup-stamp .venv/setup.log
 
 if [[ $kind == cpu ]]; then
     # the CPU build of torch is not on PyPI, and no other package may come from its index
-    install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$(grep '^torch==' "$requirements")"
+    torch=$(grep '^torch==' "$requirements")
+    install --no-deps --retries 2 --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
     install --no-deps -r "$requirements"
 else
     grep -vE '^(transformer-engine|flash-attn)' "$requirements" >.venv/first.txt

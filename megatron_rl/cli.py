@@ -82,7 +82,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from megatron_rl.train.summary import write_report
+    from megatron_rl.train.report import write_report
 
     print(write_report(args.run_dir))
     return 0

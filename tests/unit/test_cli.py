@@ -131,3 +131,8 @@ def test_python_dash_m_is_the_command(recipe):
 
 def _path_to_here():
     return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_report_of_a_directory_without_a_run_is_a_user_error(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")

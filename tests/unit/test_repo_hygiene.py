@@ -89,7 +89,7 @@ def test_every_path_of_the_tree_in_the_readme_exists():
 
 
 def top_level_paths(line: str) -> list[str]:
-    """Leading words of a tree line that are paths: `setup.py LICENSE`, or `tests/` of `tests/   unit, ...`."""
+    """Leading words of a tree line that are paths: `setup.py LICENSE`, or `tests/` of `tests/  unit`."""
     words: list[str] = []
     for word in line.replace("├── ", "").replace("└── ", "").split():
         if (words and words[-1].endswith("/")) or not re.fullmatch(r"[\w.\-]+(/[\w.\-]*)*", word):
