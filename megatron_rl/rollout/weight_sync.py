@@ -86,6 +86,8 @@ class WeightSync:
             )
         except MegatronRLError as error:
             errors.append(str(error))
+            # closing our end lets the workers fail now instead of waiting for the time-out
+            self._group = None
         errors += _failure_of(staged)
         try:
             self._agree(errors)
@@ -97,6 +99,10 @@ class WeightSync:
         engine = self._engine
         self._agree(_failure_of_call(lambda: engine.finish_update(version)) if engine else [])
         return SyncResult(version=version, seconds=time.monotonic() - began, bytes=self.plan.bytes_moved())
+
+    def disconnect(self) -> None:
+        """Leave the group, so that the next push opens a new one. Collective."""
+        self._group = None
 
     def _connect(self) -> None:
         """Open the group: rank 0 listens and tells the others where, then ranks and workers join."""

@@ -1,0 +1,244 @@
+"""Real vLLM on CPU, in its own process: what it samples, what it runs on after an update, and how it fails.
+
+The tests share one engine on a tied model and leave it fresh; the last one kills it.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.data.types import Finish
+from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.recipe.stages import EngineConfig
+from megatron_rl.reshard.execute import send_weights
+from megatron_rl.reshard.transports import LOOPBACK, make_group, open_store
+from megatron_rl.reshard.verify import parity_report
+from megatron_rl.rollout.engine import GenerateRequest
+from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.rollout.weight_sync import WeightSync
+from tests.helpers.engine import hf_logprobs, hf_weights, qwen2_spec, rank_params, write_qwen2
+
+SPEC = qwen2_spec(tied=True)
+CONFIG = EngineConfig(max_concurrent=32, request_timeout_s=60.0)
+BOUND = 1e-4  # float32 against float32, other kernels
+LONG_PROMPT = [(7 * i) % 251 for i in range(100)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {seed: write_qwen2(root / str(seed), seed=seed, tied=True) for seed in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def engine(models, tmp_path_factory):
+    with VllmEngine.start(
+        CONFIG, hf_path=models[1], dtype="float32", spec=SPEC, max_model_len=160, seed=0,
+        log_dir=tmp_path_factory.mktemp("logs"),
+    ) as started:  # fmt: skip
+        yield started
+
+
+@pytest.fixture(scope="module")
+def push(engine, models):
+    """push(version, seed): transfer the weights of model `seed` as `version`."""
+    chosen = {}
+    sync = WeightSync(
+        lambda: chosen["params"], spec=SPEC, layout=ParallelLayout(), rank=0, engine=engine, config=CONFIG,
+        dtype=torch.float32,
+    )  # fmt: skip
+    weights = {
+        seed: rank_params(SPEC, ParallelLayout(), 0, hf_weights(path)) for seed, path in models.items()
+    }
+
+    def transfer(version, seed, *, without=None):
+        chosen["params"] = [{k: v for k, v in chunk.items() if k != without} for chunk in weights[seed]]
+        return sync.push(version)
+
+    transfer.sync, transfer.weights = sync, weights
+    return transfer
+
+
+def request(prompt, seed, *, max_tokens=16, temperature=1.0, **fields):
+    return GenerateRequest(
+        prompt_token_ids=prompt, seed=seed, max_tokens=max_tokens, temperature=temperature, **fields
+    )
+
+
+def gap_to_hf(model, prompt, completion, *, temperature=1.0):
+    expected = hf_logprobs(model, [*prompt, *completion.token_ids], temperature=temperature)
+    return max(
+        abs(a - b) for a, b in zip(expected[len(prompt) - 1 :], completion.logprobs, strict=True)
+    )
+
+
+def test_a_sample_depends_on_its_own_seed_alone(engine):
+    requests = [request([5, i, 99], seed=i % 3) for i in range(12)]
+    together = engine.generate(requests)
+    assert engine.generate(requests[4:5]) == together[4:5]
+    assert engine.generate(requests[::-1]) == together[::-1]
+    again = engine.generate([request([5, 4, 99], seed=77)])
+    assert again[0].token_ids != together[4].token_ids
+
+
+def test_logprobs_are_those_of_the_sampling_temperature(engine, models):
+    prompt = [3, 7, 9]
+    (completion,) = engine.generate([request(prompt, 1, temperature=0.7)])
+    assert gap_to_hf(models[1], prompt, completion, temperature=0.7) < BOUND
+    assert gap_to_hf(models[1], prompt, completion) > 0.01
+
+
+def test_finish_reason_and_end_token_come_from_the_engine(engine):
+    (free,) = engine.generate([request([3, 7, 9], 1)])
+    assert (free.finish, len(free.token_ids)) == (Finish.LENGTH, 16)
+    end = free.token_ids[5]
+    (stopped,) = engine.generate([request([3, 7, 9], 1, stop_token_ids=(end,))])
+    first = free.token_ids.index(end)
+    assert stopped.finish is Finish.STOP
+    assert stopped.token_ids == free.token_ids[: first + 1]
+
+
+def test_scores_equal_hf_at_two_temperatures(engine, models):
+    for temperature in (1.0, 0.6):
+        scores = engine.score([3, 7, 9, 250, 0], temperature=temperature)
+        expected = hf_logprobs(models[1], [3, 7, 9, 250, 0], temperature=temperature)
+        assert parity_report(expected, scores, BOUND)["max"] < BOUND
+
+
+def test_a_request_longer_than_the_engine_is_named(engine):
+    with pytest.raises(EngineError, match=r"request 1 has 150 prompt tokens and may add 16"):
+        engine.generate([request([1], 0), request([1] * 150, 0)])
+
+
+def test_pushed_weights_answer_at_once_with_tied_head_and_fresh_prefix_cache(engine, models, push):
+    # the same long prompt on both sides of each push: a cached prefix would carry the old weights
+    for version, seed in ((1, 2), (2, 1), (3, 2), (4, 1)):
+        result = push(version, seed)
+        (completion,) = engine.generate([request(LONG_PROMPT, 5)])
+        assert gap_to_hf(models[seed], LONG_PROMPT, completion) < BOUND
+        assert completion.weight_version == engine.weight_version == result.version == version
+    assert result.bytes == sum(t.numel() for t in push.weights[1][0].values()) * 4 - (256 - 251) * 64 * 4
+
+
+class FlipOneByte:
+    """A channel that damages what it carries."""
+
+    def __init__(self, group):
+        self._group, self.rank = group, group.rank
+
+    def send(self, buffer, peer):
+        buffer[1000] ^= 1
+        return self._group.send(buffer, peer)
+
+
+def assert_stale_until_full_push(engine, models, push, version):
+    assert engine.status()[0]["stale"] is not None
+    with pytest.raises(EngineError, match="engine replica 0 .* stale"):
+        engine.generate([request([1, 2], 0)])
+    push(version, 1)
+    (completion,) = engine.generate([request(LONG_PROMPT, 5)])
+    assert gap_to_hf(models[1], LONG_PROMPT, completion) < BOUND
+
+
+def test_damaged_bytes_are_refused_and_a_full_push_recovers(engine, models, push):
+    plan, store = push.sync.plan, open_store(LOOPBACK, 0, timeout_s=20.0)
+    joining = engine.begin_join(plan, host=LOOPBACK, port=store.port, timeout_s=20.0, canary=True)
+    group = make_group(LOOPBACK, store.port, 0, 2, 20.0, store=store)
+    joining.result()
+    receiving = engine.begin_update(10, timeout_s=20.0)
+    send_weights(plan, 0, push.weights[2], FlipOneByte(group), dtype=torch.float32, version=10)
+    with pytest.raises(ReshardError, match="from trainer rank 0 do not match their digest"):
+        receiving.result()
+    del group
+    fresh = WeightSync(
+        lambda: push.weights[1], spec=SPEC, layout=ParallelLayout(), rank=0, engine=engine, config=CONFIG,
+        dtype=torch.float32,
+    )  # fmt: skip
+    assert_stale_until_full_push(engine, models, lambda version, _: fresh.push(version), 11)
+
+
+def test_a_missing_tensor_is_named_and_a_full_push_recovers(engine, models, push):
+    push.sync.disconnect()
+    with pytest.raises(ReshardError, match=r"model\.layers\.1\.mlp\.down_proj\.weight .* does not exist"):
+        push(20, 2, without="decoder.layers.1.mlp.linear_fc2.weight")
+    assert_stale_until_full_push(engine, models, push, 21)
+
+
+def test_a_taken_port_is_named(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=f"engine.port: port {port} cannot be used"):
+            VllmEngine.start(
+                EngineConfig(port=port), hf_path=tmp_path, dtype="float32", spec=SPEC, max_model_len=64,
+                seed=0, log_dir=tmp_path,
+            )  # fmt: skip
+
+
+def test_an_engine_that_cannot_start_is_named_with_its_log(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "architectures": ["NoSuchModel"]}')
+    with pytest.raises(EngineError, match=r"replica 0 \(pid \d+\).*starting failed(.|\n)*engine_0\.log"):
+        VllmEngine.start(
+            EngineConfig(), hf_path=tmp_path, dtype="float32", spec=SPEC, max_model_len=64, seed=0,
+            log_dir=tmp_path,
+        )  # fmt: skip
+
+
+def test_two_workers_share_an_untied_model_and_die_with_their_owner(tmp_path):
+    old = write_qwen2(tmp_path / "old", seed=3, tied=False)
+    new = write_qwen2(tmp_path / "new", seed=4, tied=False)
+    owner = subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.engine_owner", old, new, tmp_path],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    try:
+        report = json.loads(owner.stdout.readline())
+        for key, model in (("old", old), ("new", new)):
+            parity_report(hf_logprobs(model, [3, 7, 9, 11, 250]), report[key], BOUND)
+    finally:
+        owner.kill()
+        owner.wait()
+    assert wait_until(lambda: not group_members(report["pid"]), timeout_s=15.0), group_members(report["pid"])
+
+
+def test_a_killed_engine_is_an_error_that_names_it(engine):
+    (pid,) = engine.pids
+    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(EngineError, match=rf"engine replica 0 \(pid {pid}\): died \(signal SIGKILL\)"):
+        for _ in range(200):
+            engine.generate([request([5, i], i, max_tokens=100) for i in range(32)])
+    engine.close()
+    assert not group_members(pid)
+
+
+def group_members(leader):
+    """Process ids of the group that `leader` led, zombies left out."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(group) == leader and state != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+def wait_until(condition, *, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
