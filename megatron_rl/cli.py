@@ -65,6 +65,9 @@ def _train(args: argparse.Namespace) -> int:
         return launcher.launch_local(command, nproc=world_size, log_dir=run_dir / LOGS)
     launcher.enter_rank()
 
+    from megatron_rl.platform.quiet import silence_library_warnings
+
+    silence_library_warnings()
     from megatron_rl.train.run import run_training
 
     run_training(loaded, run_dir=run_dir, resume=args.resume)

@@ -13,7 +13,11 @@ from megatron_rl.parallel.layout import ParallelLayout
 def local_batches(
     samples: Sequence[TrainSample], layout: ParallelLayout, *, dp_rank: int, tokens_per_microbatch: int
 ) -> list[PackedBatch]:
-    """Micro-batches of `dp_rank`: balanced by tokens, equally many on every rank (zero-weight ones fill up)."""
+    """Micro-batches of `dp_rank`: balanced by tokens, equally many on every rank (zero-weight ones fill up).
+
+    An interleaved pipeline of two stages gets micro-batches of one length: the previous stage is also the next one
+    there, and megatron-core 0.16.1 announces both tensors to it in one order and receives them in another.
+    """
     pad_multiple = layout.tp if layout.sp else 1
     plan = microbatch_plan(
         samples,
@@ -22,8 +26,11 @@ def local_batches(
         pad_multiple=pad_multiple,
         # an interleaved pipeline runs micro-batches in rounds of pp
         multiple_of=layout.pp if layout.vpp > 1 else 1,
-    )
-    return [pack_microbatch(samples, indices, pad_multiple=pad_multiple) for indices in plan[dp_rank]]
+    )[dp_rank]
+    if layout.pp == 2 and layout.vpp > 1:
+        longest = max(sum(samples[i].packed_length for i in indices) for indices in plan)
+        pad_multiple *= -(-max(longest, 2) // pad_multiple)
+    return [pack_microbatch(samples, indices, pad_multiple=pad_multiple) for indices in plan]
 
 
 def split_updates(groups: Sequence[RolloutGroup], *, groups_per_update: int) -> list[list[RolloutGroup]]:

@@ -1,40 +1,25 @@
-"""What every stage of a run shares, and where a run stands."""
+"""What every stage of a run shares."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.model.checkpoint import CheckpointStore
+from megatron_rl.model.checkpoint import CheckpointStore, SavedState
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import Stage
 from megatron_rl.train.policy import Policy
+from megatron_rl.train.progress import Progress
 from megatron_rl.train.reporter import Reporter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """Where a run stands: `step` optimizer steps (SFT) or iterations (RL) of stage `stage` are done."""
-
-    stage: int = 0
-    step: int = 0
-    sampler: Mapping[str, Any] = field(default_factory=dict)  # prompt cursors of an RL stage
-
-    def advanced(self, step: int, *, sampler: Mapping[str, Any] | None = None) -> Progress:
-        return replace(self, step=step, sampler=self.sampler if sampler is None else sampler)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"stage": self.stage, "step": self.step, "sampler": dict(self.sampler)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunContext:
-    """One run on one rank. Collective methods are marked; every rank calls those together."""
+    """One run on one rank. Every rank calls `start_stage` and `finish_step` together."""
 
     recipe: Recipe
     run_dir: Path
@@ -45,6 +30,7 @@ class RunContext:
     tokenizer: Tokenizer
     reporter: Reporter
     checkpoints: CheckpointStore
+    resumed_from: SavedState | None = None
 
     @property
     def is_driver(self) -> bool:
@@ -52,15 +38,15 @@ class RunContext:
         return self.rank == 0
 
     def start_stage(self, stage: Stage, progress: Progress, *, total_steps: int) -> None:
-        """Fresh optimizer for the stage; restored when the run resumes inside it. Collective."""
+        """A fresh optimizer of `total_steps` steps; the saved one where the run resumes inside the stage."""
         self.policy.start_stage(stage.optimizer, stage.schedule, total_steps=total_steps)
-        if progress.step:
-            self.checkpoints.load_optimizer(self.policy)
-        self.reporter.start_stage(progress.stage, stage.kind, first_step=progress.step)
+        if progress.step and self.resumed_from is not None:
+            self.checkpoints.load_optimizer(self.policy, self.resumed_from)
+        self.reporter.start_stage(progress)
 
     def finish_step(self, progress: Progress, metrics: Mapping[str, float], *, total: int) -> None:
-        """Record the step, and save a checkpoint when one is due (always after the last step). Collective."""
-        self.reporter.step(progress.step, total, metrics)
+        """Record a step, and save a checkpoint when one is due (always after the last step of a stage)."""
+        self.reporter.step(progress, metrics)
         config = self.recipe.checkpoint
         if config and (progress.step % config.every_steps == 0 or progress.step == total):
             self.checkpoints.save(self.policy, progress.to_dict())

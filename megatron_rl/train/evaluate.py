@@ -10,8 +10,8 @@ from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.types import RolloutGroup
 from megatron_rl.recipe.stages import EvalConfig
 from megatron_rl.rollout.collect import Collector, Draw
+from megatron_rl.train.eval_result import EvalProblem, EvalResult
 from megatron_rl.train.metrics import Meter
-from megatron_rl.train.summary import EvalProblem, EvalResult
 
 
 def evaluate(

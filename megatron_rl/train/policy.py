@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
@@ -154,6 +158,7 @@ class Policy:
             group=parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
             reduce_grad_hidden=self.layout.tp > 1 and not self.layout.sp,
         )
+        assert result.entropy is not None
         return result.logprob, result.entropy
 
     def _loss(

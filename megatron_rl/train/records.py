@@ -107,9 +107,9 @@ class RunRecords:
         """recipe.resolved.yaml."""
         write_atomically(self.run_dir / RECIPE_FILE, text.encode("utf-8"))
 
-    def write_plan(self, plan: Any) -> None:
-        """plan.json: how weights travel from trainer ranks to engine ranks."""
-        write_atomically(self.run_dir / "plan.json", to_json(self._clean(plan), indent=1) + b"\n")
+    def write_plan(self, plan: str) -> None:
+        """plan.json: how weights travel from trainer ranks to engine ranks; `plan` is JSON text already."""
+        write_atomically(self.run_dir / "plan.json", plan.encode("utf-8") + b"\n")
 
     def write_parity(self, parity: Any) -> None:
         """parity.json: log-probabilities of trainer and engine on one prompt, after the latest transfer."""

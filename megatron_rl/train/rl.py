@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from megatron_rl.recipe.stages import RlStage
-from megatron_rl.train.context import Progress, RunContext
+from megatron_rl.train.context import RunContext
 from megatron_rl.train.metrics import Meter
-from megatron_rl.train.rl_metrics import iteration_metrics
+from megatron_rl.train.progress import Progress
+from megatron_rl.train.rl_metrics import iteration_metrics, num_tokens
 from megatron_rl.train.rl_session import RlSession
 from megatron_rl.train.updates import add_old_logprobs, apply_update, informative_groups, plan_updates
 
@@ -21,7 +22,6 @@ def run_rl(stage: RlStage, progress: Progress, run: RunContext) -> None:
     run.start_stage(stage, progress, total_steps=stage.iterations * stage.updates_per_rollout)
     with RlSession(stage, progress, run) as session:
         for iteration in range(progress.step, stage.iterations):
-            session.evaluate_if_due(iteration)
             meter = Meter()
 
             groups = session.collect(iteration, meter)
@@ -36,8 +36,9 @@ def run_rl(stage: RlStage, progress: Progress, run: RunContext) -> None:
             with meter.span("sync"):
                 transfer = session.push_weights()
 
-            metrics = iteration_metrics(groups, kept, updates, steps) | transfer
-            session.record(iteration, groups)
+            metrics = iteration_metrics(groups, kept, updates, steps, policy=policy) | transfer
+            metrics |= meter.metrics(tokens=num_tokens(groups))
+            run.reporter.rollouts(iteration + 1, groups)
+            session.evaluate_if_due(iteration + 1)
             progress = progress.advanced(iteration + 1, sampler=session.sampler_state())
-            run.finish_step(progress, metrics | meter.metrics(tokens=session.tokens(groups)), total=stage.iterations)
-        session.evaluate(stage.iterations)
+            run.finish_step(progress, metrics, total=stage.iterations)

@@ -13,6 +13,7 @@ from megatron_rl.algo.metric import Metric
 from megatron_rl.data.types import RolloutGroup, Verdict
 from megatron_rl.parallel.collectives import all_gather_object
 from megatron_rl.train.metrics import merge
+from megatron_rl.train.policy import Policy
 from megatron_rl.train.updates import Update, logprob_gaps
 
 
@@ -21,10 +22,13 @@ def iteration_metrics(
     kept: Sequence[RolloutGroup],
     updates: Sequence[Update],
     steps: Sequence[Sequence[Sequence[Metric]]],
+    *,
+    policy: Policy,
 ) -> dict[str, float]:
     """Rollouts, rewards, losses and the gap between engine and trainer. Collective (the gap is gathered)."""
-    # tp and pp ranks hold copies of the same tokens; a percentile does not mind equal copies
-    gaps = torch.cat(all_gather_object(logprob_gaps(updates)))
+    # the other tp and pp ranks hold copies of the same tokens
+    holds_tokens = policy.tp_rank == 0 and policy.pp_rank == 0
+    gaps = torch.cat(all_gather_object(logprob_gaps(updates if holds_tokens else [])))
     losses = merge([metrics for step in steps for metrics in step])
     if steps and "policy/loss" in losses:
         # a sum over micro-batches is the loss of a step; over several steps their mean is wanted
@@ -57,3 +61,12 @@ def rollout_metrics(groups: Sequence[RolloutGroup], kept: Sequence[RolloutGroup]
     for part in rollouts[0].reward.parts:
         metrics[f"reward/{part}"] = fmean(rollout.reward.parts[part] for rollout in rollouts)
     return metrics
+
+
+def num_tokens(groups: Sequence[RolloutGroup]) -> int:
+    """Prompt and response tokens of all rollouts."""
+    return sum(
+        len(rollout.prompt_token_ids) + len(rollout.completion.token_ids)
+        for group in groups
+        for rollout in group.rollouts
+    )

@@ -5,7 +5,7 @@ The driving rank (0) owns engines, graders and prompts; the other ranks take par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -22,20 +22,20 @@ from megatron_rl.rewards.combine import RewardModel
 from megatron_rl.rollout.collect import Collector, Draw
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
-from megatron_rl.train.context import Progress, RunContext
+from megatron_rl.train.context import RunContext
+from megatron_rl.train.eval_result import EvalResult
 from megatron_rl.train.evaluate import evaluate
 from megatron_rl.train.metrics import Meter
 from megatron_rl.train.parity import ParityProbe
-from megatron_rl.train.summary import EvalResult
+from megatron_rl.train.progress import Progress
 
 
 class RlSession:
     """A context manager: entering starts the engines and gives them the weights; leaving stops every process."""
 
     def __init__(self, stage: RlStage, progress: Progress, run: RunContext) -> None:
-        self._stage, self._run, self._stage_index = stage, run, progress.stage
+        self._stage, self._run, self._progress = stage, run, progress
         self._closing = ExitStack()
-        self._evaluated_at = -1
         if run.is_driver:
             self._load_prompts(progress)
 
@@ -64,7 +64,7 @@ class RlSession:
         self._sampler = CurriculumSampler(
             self._prompts.prompts,
             stage.curriculum,
-            derive_seed(run.recipe.run.seed, self._stage_index, "prompts"),
+            derive_seed(run.recipe.run.seed, self._progress.stage, "prompts"),
             iterations=stage.iterations,
         )
         if progress.sampler:
@@ -90,6 +90,7 @@ class RlSession:
             self._collector = Collector(
                 engine, grader, run.tokenizer, stop_token_ids=stop_token_ids(run.tokenizer)
             )
+        self._weight_version = -1
         self._sync = WeightSync(
             run.policy.named_params,
             spec=run.spec,
@@ -105,11 +106,16 @@ class RlSession:
             run, engine, token_ids=broadcast_object(probe, src=0), bound=stage.engine.parity_bound
         )
         self.push_weights()
+        if self._progress.step == 0:
+            run.reporter.starting_point(self._progress, self._evaluate(0))
 
     def push_weights(self) -> dict[str, float]:
         """Transfer the current weights, then compare both sides' log-probs of a fixed prompt. Collective."""
         version = self._run.policy.optimizer.num_steps
+        if version == self._weight_version:
+            return {}  # no group of the iteration taught anything
         transfer = self._sync.push(version)
+        self._weight_version = version
         return {
             "sync/bytes": float(transfer.bytes),
             "sync/transfer_s": transfer.seconds,
@@ -123,7 +129,7 @@ class RlSession:
             sampling = self._stage.sampling
             draw = Draw(
                 samples=self._stage.group_size,
-                seed=partial(derive_seed, self._run.recipe.run.seed, self._stage_index, iteration),
+                seed=partial(derive_seed, self._run.recipe.run.seed, self._progress.stage, iteration),
                 max_tokens=sampling.max_response_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -133,26 +139,21 @@ class RlSession:
             groups = self._collector.collect(prompts, self._prompts.token_ids, draw, span=meter.span)
         return broadcast_object(groups, src=0)
 
-    def record(self, iteration: int, groups: Sequence[RolloutGroup]) -> None:
-        """Write the rollouts of the iteration to the run directory."""
-        self._run.reporter.rollouts(iteration, groups)
-
     def sampler_state(self) -> Mapping[str, Any]:
         """Prompt cursors, for the checkpoint; empty on ranks that hold no prompts."""
         return self._sampler.state_dict() if self._run.is_driver else {}
 
     def evaluate_if_due(self, iteration: int) -> None:
-        """Evaluate before iteration 0 and then every `eval.every` iterations."""
-        if self._stage.eval and iteration % self._stage.eval.every == 0:
-            self.evaluate(iteration)
-
-    def evaluate(self, iteration: int) -> None:
-        """avg@k of every evaluation set with the weights as they are; once per iteration number."""
+        """Evaluate after every `eval.every` iterations and after the last; the driving rank alone works."""
         config = self._stage.eval
-        if config is None or not self._run.is_driver or iteration == self._evaluated_at:
-            return
-        self._evaluated_at = iteration
-        results: list[EvalResult] = evaluate(
+        if config and (iteration % config.every == 0 or iteration == self._stage.iterations):
+            self._run.reporter.evaluation(self._evaluate(iteration))
+
+    def _evaluate(self, iteration: int) -> list[EvalResult]:
+        config = self._stage.eval
+        if config is None or not self._run.is_driver:
+            return []
+        return evaluate(
             self._collector,
             self._eval_sets,
             config,
@@ -161,4 +162,3 @@ class RlSession:
             iteration=iteration,
             weight_version=self._run.policy.optimizer.num_steps,
         )
-        self._run.reporter.evaluation(results)

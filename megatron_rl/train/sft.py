@@ -6,11 +6,13 @@ from functools import partial
 
 from megatron_rl.algo.aggregate import normaliser
 from megatron_rl.algo.losses import sft_loss
-from megatron_rl.data.sft_data import load_sft
+from megatron_rl.data.seeds import derive_seed
+from megatron_rl.data.sft_data import load_sft_data
 from megatron_rl.recipe.stages import SftStage
 from megatron_rl.train.batches import local_batches
-from megatron_rl.train.context import Progress, RunContext
+from megatron_rl.train.context import RunContext
 from megatron_rl.train.metrics import Meter, merge
+from megatron_rl.train.progress import Progress
 
 
 def run_sft(stage: SftStage, progress: Progress, run: RunContext) -> None:
@@ -19,8 +21,13 @@ def run_sft(stage: SftStage, progress: Progress, run: RunContext) -> None:
     Every rank reads the same samples and keeps its dp share, so the normaliser needs no communication.
     """
     policy = run.policy
-    data = load_sft(stage.data, tokenizer=run.tokenizer, max_sample_tokens=stage.max_sample_tokens, seed=run.seed)
-    run.say(f"sft: {data.summary()}")
+    data = load_sft_data(
+        stage.data,
+        tokenizer=run.tokenizer,
+        max_sample_tokens=stage.max_sample_tokens,
+        seed=derive_seed(run.recipe.run.seed, progress.stage, "samples"),
+    )
+    run.reporter.say(f"sft data: {data.summary()}")
     run.start_stage(stage, progress, total_steps=stage.steps)
     for step in range(progress.step, stage.steps):
         meter = Meter()
@@ -34,4 +41,5 @@ def run_sft(stage: SftStage, progress: Progress, run: RunContext) -> None:
             stats = policy.optimizer_step()
         tokens = sum(sample.packed_length for sample in samples)
         metrics |= {"sft/grad_norm": stats.grad_norm, "optim/lr": stats.lr, "sft/tokens": float(tokens)}
-        run.finish_step(progress.advanced(step + 1), metrics | meter.metrics(tokens=tokens), total=stage.steps)
+        metrics |= meter.metrics(tokens=tokens)
+        run.finish_step(progress.advanced(step + 1), metrics, total=stage.steps)

@@ -1,4 +1,4 @@
-"""The optimizer steps of one RL iteration: from groups to micro-batches, old log-probs, and the update itself."""
+"""The optimizer steps of one RL iteration: from groups to micro-batches, old log-probs and the update."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def plan_updates(
     """Advantages over whole groups first, then the cut into optimizer steps, ranks and micro-batches."""
     advantages_of = ADVANTAGES[stage.algorithm.advantage]
     updates = []
-    for part in split_updates(groups, groups_per_update=stage.prompts_per_iteration // stage.updates_per_rollout):
+    per_update = stage.prompts_per_iteration // stage.updates_per_rollout
+    for part in split_updates(groups, groups_per_update=per_update):
         advantages = [advantages_of([rollout.reward.score for rollout in group.rollouts]) for group in part]
         samples = rollout_samples(part, advantages)
         batches = local_batches(

@@ -35,7 +35,7 @@ def _samples(vocab_size: int):
             TrainSample(
                 token_ids=[rng.randrange(vocab_size) for _ in range(length)],
                 loss_mask=[False] * prompt + [True] * (length - prompt),
-                rollout_logprobs=[0.0] * prompt + [-2.0 * rng.random() - 3.0 for _ in range(length - prompt)],
+                rollout_logprobs=[0.0] * prompt + [rng.uniform(-6.5, -4.5) for _ in range(length - prompt)],
                 advantage=rng.uniform(-1.5, 1.5),
                 is_positive=rng.random() < 0.5,
                 sample_id=str(index),
@@ -80,7 +80,8 @@ def _one_case(hf_path: str, layout, rank: int, tokens: int) -> dict[str, float]:
 
     spec = ModelSpec.from_hf(hf_path)
     policy = Policy(ModelConfig(hf_path=hf_path, dtype="float32", spec="local"), spec, layout, rank=rank)
-    policy.start_stage(OptimizerConfig(lr=1e-2), ScheduleConfig(), total_steps=10)
+    # a step so small that it changes nothing: Adam's first one turns rounding of tiny gradients into whole steps
+    policy.start_stage(OptimizerConfig(lr=1e-30), ScheduleConfig(), total_steps=10)
     samples = _samples(spec.vocab_size)
     if tokens == ONE_BY_ONE:
         mine = [i for i in range(len(samples)) if i % layout.dp == policy.dp_rank]
@@ -89,10 +90,9 @@ def _one_case(hf_path: str, layout, rank: int, tokens: int) -> dict[str, float]:
         batches = local_batches(samples, layout, dp_rank=policy.dp_rank, tokens_per_microbatch=tokens)
     loss = partial(sft_loss, normaliser=normaliser(samples, "token_mean"))
     sft = merge(policy.forward_backward(batches, loss))
-    # the first step moves the weights, so that the ratios of the second are not all 1
-    old = policy.logprobs(batches, temperature=0.8)
     sft_norm = policy.optimizer_step().grad_norm
-    batches = [with_old_logprobs(batch, values) for batch, values in zip(batches, old, strict=True)]
+    # made-up old log-probs put ratios on both sides of the clip
+    batches = [with_old_logprobs(batch, batch.rl.rollout_logprobs) for batch in batches]
     loss = partial(
         policy_loss, surrogate=gppo(0.2, 0.28), aggregate="sequence_mean",
         normaliser=normaliser(samples, "sequence_mean"), sft_on_positives=0.1,

@@ -128,7 +128,7 @@ def test_rollouts_keep_any_text_a_model_can_write(tmp_path):
 def test_whole_files_leave_nothing_half_written_beside_them(tmp_path):
     records = RunRecords(tmp_path)
     records.write_recipe("name: demo\n")
-    records.write_plan({"transfers": [1, 2]})
+    records.write_plan('{"transfers": [1, 2]}')
     records.write_rollouts(1, [rollout("x")])
     records.close()
     assert (tmp_path / "recipe.resolved.yaml").read_text() == "name: demo\n"

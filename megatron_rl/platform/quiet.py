@@ -1,0 +1,20 @@
+"""Warnings of the libraries below us that no user of this project can act on, silenced one by one."""
+
+from __future__ import annotations
+
+import warnings
+
+# (beginning of the message as a regular expression, why it says nothing here)
+_SILENCED = (
+    ("Transformer Engine and Apex are not installed", "layer implementations are chosen by model.spec"),
+    ("Apex is not installed", "norms are our own"),
+    ("full scope is deprecated", "megatron-core about its own default for CUDA graphs"),
+    ("The .grad attribute of a Tensor that is not a leaf", "megatron-core probes every shard for a gradient"),
+    (r"`torch\.distributed\.\w+` is deprecated", "megatron-core's collectives"),
+)
+
+
+def silence_library_warnings() -> None:
+    """Call before the libraries are imported: some of them warn while they load."""
+    for message, _ in _SILENCED:
+        warnings.filterwarnings("ignore", message=message)
