@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from megatron_rl.errors import ModelError
@@ -166,7 +167,8 @@ def save_hf(
 
     Shards travel point to point from dp rank 0, tensor by tensor in layer order, so rank 0 holds one output
     file at a time. Config, tokenizer and generation files come from `hf_source`. A tied head is left out.
-    `out_dir` appears only when complete. Raises ModelError on every rank when it exists and is not empty.
+    `out_dir` appears only when complete. Raises ModelError on every rank when it exists and is not empty, or
+    when writing fails.
     """
     params, rank = _named_params(chunks), dist.get_rank()
     writer: HfWriter | None = None
@@ -177,28 +179,42 @@ def save_hf(
             spec, hf_source=Path(hf_source), out_dir=Path(out_dir), dtype=dtype, max_file_bytes=max_file_bytes
         )
 
-    _on_rank_zero(prepare)
-    shapes, owners = hf_tensors(spec), _owners(spec, layout)
-    try:
-        for name, shape in shapes.items():
-            whole = _gather_tensor(owners[name], shape, params, rank=rank)
-            if writer is not None and whole is not None:
-                writer.add(name, whole)
-        _on_rank_zero(lambda: writer.finish() if writer is not None else None)
-    except BaseException:
-        if writer is not None:
+    _on_rank_zero(prepare, place=out_dir)
+    owners = _owners(spec, layout)
+    failure: Exception | None = None
+    for name, shape in hf_tensors(spec).items():
+        whole = _gather_tensor(owners[name], shape, params, rank=rank)
+        if writer is None or whole is None or failure is not None:
+            continue
+        try:
+            writer.add(name, whole)
+        except (OSError, SafetensorError) as error:
+            # the other ranks go on sending, so go on receiving and tell them at the end
+            failure = error
+
+    def finish() -> None:
+        assert writer is not None
+        try:
+            if failure is not None:
+                raise failure
+            writer.finish()
+        except BaseException:
             writer.discard()
-        raise
+            raise
+
+    _on_rank_zero(finish, place=out_dir)
 
 
-def _on_rank_zero(action: Callable[[], None]) -> None:
+def _on_rank_zero(action: Callable[[], None], *, place: str | Path) -> None:
     """Run `action` on rank 0 and tell every rank how it went: a failure must not leave others waiting."""
     outcome: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             action()
-        except (ModelError, OSError) as error:
+        except ModelError as error:
             outcome[0] = str(error)
+        except (OSError, SafetensorError) as error:
+            outcome[0] = f"{place}: cannot be written: {error}"
     dist.broadcast_object_list(outcome, src=0, device=device.device())
     if outcome[0] is not None:
         raise ModelError(outcome[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -236,4 +237,17 @@ def test_a_failed_export_leaves_nothing_behind(hf: Path, tmp_path: Path) -> None
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(ModelError, match=r"config\.json"):
         save(chunks, spec, hf, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing_behind(hf: Path, tmp_path: Path) -> None:
+    chunks, spec = load(hf)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(ModelError, match="out: cannot be written"):
+            save(chunks, spec, hf, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert sorted(path.name for path in tmp_path.iterdir()) == before

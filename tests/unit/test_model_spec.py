@@ -51,7 +51,8 @@ def read(tmp_path: Path, config: dict[str, Any]) -> ModelSpec:
 def test_qwen2_has_biases_and_derives_its_head_size(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN2) == ModelSpec(
         family="qwen2", num_layers=28, hidden_size=3584, ffn_size=18944, num_heads=28, num_kv_heads=4,
-        head_dim=128, vocab_size=152064, max_positions=4096, rope_theta=10000.0, norm_eps=1e-6, tied=False, qkv_bias=True,
+        head_dim=128, vocab_size=152064, max_positions=4096, rope_theta=10000.0, norm_eps=1e-6, tied=False,
+        qkv_bias=True,
         qk_norm=False,
     )
 
