@@ -6,6 +6,7 @@ Pure string work on texts of bounded length; values are never computed here.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 # no alternative of this pattern can match the same text in two ways: it cannot backtrack
 _TOKEN = re.compile(
@@ -73,7 +74,10 @@ def join(found: list[str]) -> str:
     """The tokens as LaTeX, with spaces only where two tokens would fuse."""
     joined: list[str] = []
     for token in found:
-        if joined and joined[-1].startswith("\\") and joined[-1][-1].isalpha() and token[0].isalpha():
+        before = joined[-1] if joined else ""
+        if (before.startswith("\\") and before[-1].isalpha() and token[0].isalpha()) or (
+            before[-1:].isdigit() and token[0].isdigit()
+        ):
             joined.append(" ")
         joined.append(token)
     return "".join(joined)
@@ -84,6 +88,9 @@ def is_text(found: list[str]) -> bool:
     if any(token.startswith("\\text{") or not (token.isascii() or token == "°") for token in found):
         return True
     if any(token in {'"', "'", "`", "@", "#", "?"} or token.startswith("\\begin") for token in found):
+        return True
+    if any(a[0].isdigit() and b[0].isdigit() for a, b in pairwise(found)):
+        # two numerals side by side are no number
         return True
     words = [token for token in found if token.isalpha()]
     return bool(words) and len(words) == len(found) and max(map(len, words)) > 2
