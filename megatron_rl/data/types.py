@@ -35,9 +35,9 @@ class Prompt:
 
     id: str
     messages: Sequence[Message]
-    answer: Any                         # gold as the data set holds it; decoded by the reward
+    answer: Any  # gold as the data set holds it; decoded by the reward
     data_source: str = ""
-    difficulty: float | None = None     # larger is harder; None when the row carries none
+    difficulty: float | None = None  # larger is harder; None when the row carries none
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -45,8 +45,8 @@ class Prompt:
 class Completion:
     """One engine output. `logprobs` are the processed ones of the sampling policy (temperature and top-p applied)."""
 
-    token_ids: Sequence[int]      # R tokens, the end token included when the engine emitted it
-    logprobs: Sequence[float]     # R natural-log probabilities
+    token_ids: Sequence[int]  # R tokens, the end token included when the engine emitted it
+    logprobs: Sequence[float]  # R natural-log probabilities
     finish: Finish
     weight_version: int
 
@@ -107,10 +107,10 @@ class TrainSample:
     """
 
     token_ids: Sequence[int]
-    loss_mask: Sequence[bool]                       # [L] True where this token is trained on
+    loss_mask: Sequence[bool]  # [L] True where this token is trained on
     rollout_logprobs: Sequence[float] | None = None  # [L] 0 where the mask is False; None for SFT
     advantage: float = 0.0
-    is_positive: bool = False                       # the task grader said correct
+    is_positive: bool = False  # the task grader said correct
     sample_id: str = ""
 
     @property
@@ -131,7 +131,7 @@ class RlFields:
     advantages: Tensor
     rollout_logprobs: Tensor
     old_logprobs: Tensor
-    positives: Tensor            # 1.0 on trained tokens of correct rollouts
+    positives: Tensor  # 1.0 on trained tokens of correct rollouts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,12 +143,14 @@ class PackedBatch:
     Example: samples of 4 and 3 tokens -> T = 3 + 2 = 5, cu_seqlens = [0, 3, 5].
     """
 
-    input_ids: Tensor      # [T] int64
-    labels: Tensor         # [T] int64, input_ids shifted by one inside each sequence
-    position_ids: Tensor   # [T] int64, restarts at 0 per sequence
-    cu_seqlens: Tensor     # [S + 1] int32
-    loss_mask: Tensor      # [T] bool, True where the label is trained on
-    sample_index: Sequence[int] = ()  # position of each real sequence in the list that was packed; padding has none
+    input_ids: Tensor  # [T] int64
+    labels: Tensor  # [T] int64, input_ids shifted by one inside each sequence
+    position_ids: Tensor  # [T] int64, restarts at 0 per sequence
+    cu_seqlens: Tensor  # [S + 1] int32
+    loss_mask: Tensor  # [T] bool, True where the label is trained on
+    sample_index: Sequence[
+        int
+    ] = ()  # position of each real sequence in the list that was packed; padding has none
     rl: RlFields | None = None
 
     @property

@@ -40,8 +40,8 @@ class Piece:
     hf_dim: int | None
     hf_start: int
     length: int
-    chunk: int          # model chunk of this rank (0 without vpp)
-    param: str          # parameter name inside the chunk
+    chunk: int  # model chunk of this rank (0 without vpp)
+    param: str  # parameter name inside the chunk
     param_dim: int | None
     param_start: int
 
@@ -122,23 +122,47 @@ def _layer_pieces(
     for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
         for name, start, length, row in _qkv_rows(spec, tp, tp_rank):
             yield Piece(
-                hf + f"self_attn.{name}_proj.{suffix}", 0, start, length,
-                chunk, local + f"self_attention.linear_qkv.{suffix}", 0, row,
+                hf + f"self_attn.{name}_proj.{suffix}",
+                0,
+                start,
+                length,
+                chunk,
+                local + f"self_attention.linear_qkv.{suffix}",
+                0,
+                row,
             )
     columns = spec.num_heads * spec.head_dim // tp
     yield Piece(
-        hf + "self_attn.o_proj.weight", 1, tp_rank * columns, columns,
-        chunk, local + "self_attention.linear_proj.weight", 1, 0,
+        hf + "self_attn.o_proj.weight",
+        1,
+        tp_rank * columns,
+        columns,
+        chunk,
+        local + "self_attention.linear_proj.weight",
+        1,
+        0,
     )
     ffn = spec.ffn_size // tp
     for position, name in enumerate(("gate", "up")):
         yield Piece(
-            hf + f"mlp.{name}_proj.weight", 0, tp_rank * ffn, ffn,
-            chunk, local + "mlp.linear_fc1.weight", 0, position * ffn,
+            hf + f"mlp.{name}_proj.weight",
+            0,
+            tp_rank * ffn,
+            ffn,
+            chunk,
+            local + "mlp.linear_fc1.weight",
+            0,
+            position * ffn,
         )
     yield Piece(
-        hf + "mlp.down_proj.weight", 1, tp_rank * ffn, ffn,
-        chunk, local + "mlp.linear_fc2.weight", 1, 0,
+        hf + "mlp.down_proj.weight",
+        1,
+        tp_rank * ffn,
+        ffn,
+        chunk,
+        local + "mlp.linear_fc2.weight",
+        1,
+        0,
     )
 
 

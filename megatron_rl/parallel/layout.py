@@ -36,7 +36,10 @@ class ParallelLayout:
         """Derive dp = world_size / (tp * pp). Raises LayoutError when it does not come out even."""
         model_ranks = tp * pp
         if world_size % model_ranks:
-            below, above = world_size // model_ranks * model_ranks, -(-world_size // model_ranks) * model_ranks
+            below, above = (
+                world_size // model_ranks * model_ranks,
+                -(-world_size // model_ranks) * model_ranks,
+            )
             nearest = " or ".join(str(n) for n in (below, above) if n)
             raise LayoutError(
                 f"layout: tp*pp = {tp}*{pp} = {model_ranks} does not divide the {world_size} processes of this run; "

@@ -13,7 +13,7 @@ from megatron_rl.recipe.types import Bool, Name, NonNegativeInt, PositiveFloat, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    hf_path: Text                             # directory with config.json, safetensors, tokenizer
+    hf_path: Text  # directory with config.json, safetensors, tokenizer
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     spec: Literal["auto", "local", "te"] = "auto"  # layer implementation; auto: te where installed
 
@@ -24,27 +24,27 @@ class LayoutConfig:
 
     tp: PositiveInt = 1
     pp: PositiveInt = 1
-    vpp: PositiveInt = 1                      # model chunks per pipeline stage
-    sp: Bool = False                          # sequence parallel: activations sharded between tp ranks
+    vpp: PositiveInt = 1  # model chunks per pipeline stage
+    sp: Bool = False  # sequence parallel: activations sharded between tp ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     seed: NonNegativeInt = 1
     deterministic: Bool = False
-    torch_threads: PositiveInt = 1            # CPU threads per process
+    torch_threads: PositiveInt = 1  # CPU threads per process
     collective_timeout_s: PositiveFloat = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    every_steps: PositiveInt                  # optimizer steps (SFT) or iterations (RL)
-    keep: PositiveInt = 2                     # newest ones that stay
+    every_steps: PositiveInt  # optimizer steps (SFT) or iterations (RL)
+    keep: PositiveInt = 2  # newest ones that stay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    name: Name                                # also names the run directory
+    name: Name  # also names the run directory
     model: ModelConfig
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -46,11 +46,11 @@ class SftStage:
     """Supervised fine-tuning on conversations; loss on assistant tokens, their mean in the global batch."""
 
     kind: Literal["sft"]
-    data: Text                                # JSONL, JSON or parquet with `messages`
-    steps: PositiveInt                        # optimizer steps
-    global_batch_size: PositiveInt            # samples per optimizer step
-    tokens_per_microbatch: PositiveInt        # packed tokens per forward on one dp rank
-    max_sample_tokens: PositiveInt = 4096     # longer samples are dropped and counted
+    data: Text  # JSONL, JSON or parquet with `messages`
+    steps: PositiveInt  # optimizer steps
+    global_batch_size: PositiveInt  # samples per optimizer step
+    tokens_per_microbatch: PositiveInt  # packed tokens per forward on one dp rank
+    max_sample_tokens: PositiveInt = 4096  # longer samples are dropped and counted
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
@@ -61,9 +61,9 @@ class SamplingConfig:
 
     temperature: PositiveFloat = 1.0
     top_p: Probability = 1.0
-    top_k: Int = -1                           # -1: no limit
+    top_k: Int = -1  # -1: no limit
     max_response_tokens: PositiveInt
-    max_prompt_tokens: PositiveInt = 1024     # longer prompts are dropped and counted
+    max_prompt_tokens: PositiveInt = 1024  # longer prompts are dropped and counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,15 +71,15 @@ class AlgorithmConfig:
     """Advantage, surrogate and how tokens are averaged."""
 
     surrogate: Literal["gppo", "clip_higher", "grpo"] = "gppo"
-    clip_low: Fraction = 0.2                  # ratio is clipped below 1 - clip_low
-    clip_high: NonNegativeFloat = 0.28        # and above 1 + clip_high; `grpo` uses clip_low on both sides
-    dual_clip: PositiveFloat | None = None    # ratio bound for negative advantages, > 1
-    beta_low: NonNegativeFloat = 1.0          # gppo: scale of the low clipped branch
-    beta_high: NonNegativeFloat = 1.0         # gppo: scale of the high clipped branch
+    clip_low: Fraction = 0.2  # ratio is clipped below 1 - clip_low
+    clip_high: NonNegativeFloat = 0.28  # and above 1 + clip_high; `grpo` uses clip_low on both sides
+    dual_clip: PositiveFloat | None = None  # ratio bound for negative advantages, > 1
+    beta_low: NonNegativeFloat = 1.0  # gppo: scale of the low clipped branch
+    beta_high: NonNegativeFloat = 1.0  # gppo: scale of the high clipped branch
     advantage: Literal["group_std", "group_mean"] = "group_std"
     aggregate: Literal["token_mean", "sequence_mean"] = "token_mean"
     sft_on_positives: NonNegativeFloat = 0.0  # weight of the NLL on correct rollouts
-    drop_zero_advantage: Bool = True          # groups whose rollouts all got the same task verdict
+    drop_zero_advantage: Bool = True  # groups whose rollouts all got the same task verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ class GraderConfig:
     """The process pool that grades answers."""
 
     workers: PositiveInt = 1
-    timeout_s: PositiveFloat = 5.0            # per answer; the worker is killed beyond it
+    timeout_s: PositiveFloat = 5.0  # per answer; the worker is killed beyond it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,12 +103,12 @@ class EngineConfig:
     """Generation engines, each in its own processes. Ports are free ones unless `port` is given."""
 
     kind: Literal["vllm"] = "vllm"
-    tp: PositiveInt = 1                       # tensor-parallel workers of one engine
-    replicas: PositiveInt = 1                 # engines
-    port: NonNegativeInt = 0                  # base port of weight transfer; 0: any free one
-    max_concurrent: PositiveInt = 256         # sequences decoded at once by one engine
-    kv_cache_gib: PositiveInt = 1             # CPU: size of the KV cache
-    gpu_memory_fraction: Probability = 0.85   # GPU: share of memory that the engine may take
+    tp: PositiveInt = 1  # tensor-parallel workers of one engine
+    replicas: PositiveInt = 1  # engines
+    port: NonNegativeInt = 0  # base port of weight transfer; 0: any free one
+    max_concurrent: PositiveInt = 256  # sequences decoded at once by one engine
+    kv_cache_gib: PositiveInt = 1  # CPU: size of the KV cache
+    gpu_memory_fraction: Probability = 0.85  # GPU: share of memory that the engine may take
     start_timeout_s: PositiveFloat = 300.0
     request_timeout_s: PositiveFloat = 600.0
     parity_bound: PositiveFloat | None = None  # largest allowed log-prob gap; none: 1e-4 fp32, 0.2 bf16
@@ -118,12 +118,12 @@ class EngineConfig:
 class EvalConfig:
     """avg@k on held-out prompts, by the same engine and reward code as training."""
 
-    every: PositiveInt                        # iterations; also before the first and after the last
-    sets: dict[Key, Text]                     # name: prompt file
-    samples: PositiveInt = 1                  # k
+    every: PositiveInt  # iterations; also before the first and after the last
+    sets: dict[Key, Text]  # name: prompt file
+    samples: PositiveInt = 1  # k
     temperature: PositiveFloat = 1.0
     top_p: Probability = 1.0
-    max_prompts: PositiveInt | None = None    # the first so many of each set
+    max_prompts: PositiveInt | None = None  # the first so many of each set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,12 +131,12 @@ class RlStage:
     """Reinforcement learning with verifiable rewards."""
 
     kind: Literal["rl"]
-    prompts: Text                             # JSONL, JSON or parquet of prompts
-    rewards: dict[Key, Float]                 # reward name: weight
-    iterations: PositiveInt                   # rounds of generate, grade, train, transfer
+    prompts: Text  # JSONL, JSON or parquet of prompts
+    rewards: dict[Key, Float]  # reward name: weight
+    iterations: PositiveInt  # rounds of generate, grade, train, transfer
     prompts_per_iteration: PositiveInt
-    group_size: PositiveInt                   # rollouts per prompt
-    updates_per_rollout: PositiveInt = 1      # optimizer steps per iteration
+    group_size: PositiveInt  # rollouts per prompt
+    updates_per_rollout: PositiveInt = 1  # optimizer steps per iteration
     tokens_per_microbatch: PositiveInt = 8192
     sampling: SamplingConfig
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -31,7 +31,12 @@ class Collector:
     """Engine, tokenizer and graders together; lives on the driving rank alone."""
 
     def __init__(
-        self, engine: RolloutEngine, grader: RewardModel, tokenizer: Tokenizer, *, stop_token_ids: Sequence[int]
+        self,
+        engine: RolloutEngine,
+        grader: RewardModel,
+        tokenizer: Tokenizer,
+        *,
+        stop_token_ids: Sequence[int],
     ) -> None:
         self._engine, self._grader, self._tokenizer = engine, grader, tokenizer
         self._stop_token_ids = tuple(stop_token_ids)

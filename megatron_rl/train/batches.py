@@ -48,7 +48,9 @@ def split_updates(groups: Sequence[RolloutGroup], *, groups_per_update: int) -> 
     return updates
 
 
-def rollout_samples(groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]) -> list[TrainSample]:
+def rollout_samples(
+    groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
+) -> list[TrainSample]:
     """One sample per rollout; loss on the response alone. `advantages` follow the rollouts of each group."""
     samples = []
     for group, group_advantages in zip(groups, advantages, strict=True):

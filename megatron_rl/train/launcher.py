@@ -23,8 +23,8 @@ from types import FrameType
 from typing import IO, Any
 
 POLL_S = 0.05
-FAILURE_GRACE_S = 1.0     # from the first failure to SIGTERM: ranks that fail with it get to say why
-STOP_GRACE_S = 5.0        # from SIGTERM to SIGKILL
+FAILURE_GRACE_S = 1.0  # from the first failure to SIGTERM: ranks that fail with it get to say why
+STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL
 INTERRUPT_GRACE_S = 15.0  # from a forwarded Ctrl-C to SIGTERM: engines are stopped, checkpoints finished
 TAIL_LINES = 20
 

@@ -14,7 +14,9 @@ from megatron_rl.errors import TrainingError
 from megatron_rl.recipe.stages import OptimizerConfig, ScheduleConfig
 
 
-def learning_rate(step: int, *, total_steps: int, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> float:
+def learning_rate(
+    step: int, *, total_steps: int, optimizer: OptimizerConfig, schedule: ScheduleConfig
+) -> float:
     """Learning rate of optimizer step `step` (the first is 0) of a stage of `total_steps` steps.
 
     Warm-up rises linearly and reaches `lr` on its last step; cosine and linear then end at `min_lr` on the last step.

@@ -22,7 +22,9 @@ class ParityProbe:
     ) -> None:
         self._run, self._engine = run, engine
         self._bound = parity_bound(run.recipe.model.dtype) if bound is None else bound
-        self._sample = TrainSample(token_ids=token_ids, loss_mask=[True] * len(token_ids), sample_id="parity probe")
+        self._sample = TrainSample(
+            token_ids=token_ids, loss_mask=[True] * len(token_ids), sample_id="parity probe"
+        )
         self._previous: list[float] | None = None
 
     def check(self, version: int) -> float:
@@ -31,7 +33,10 @@ class ParityProbe:
         gap = 0.0
         if self._engine is not None:
             report = parity_report(
-                mine, self._engine.score(self._sample.token_ids), self._bound, previous_logprobs=self._previous
+                mine,
+                self._engine.score(self._sample.token_ids),
+                self._bound,
+                previous_logprobs=self._previous,
             )
             gap = report["max"]
             self._run.reporter.parity({"weight_version": version, "bound": self._bound, **report})

@@ -110,8 +110,12 @@ class Policy:
         """
         outputs = self._run_schedule(batches, partial(self._collect, temperature), forward_only=True)
         if self.layout.pp > 1:
-            flat = torch.cat(outputs) if outputs else torch.empty(
-                sum(batch.num_tokens for batch in batches), dtype=torch.float32, device=self._device
+            flat = (
+                torch.cat(outputs)
+                if outputs
+                else torch.empty(
+                    sum(batch.num_tokens for batch in batches), dtype=torch.float32, device=self._device
+                )
             )
             torch.distributed.broadcast(
                 flat,
@@ -125,7 +129,9 @@ class Policy:
         """Write the weights as a Hugging Face directory; collective over all ranks."""
         save_hf(self.chunks, self.spec, self.layout, hf_source=hf_source, out_dir=out_dir, dtype=self.dtype)
 
-    def _run_schedule(self, batches: Sequence[PackedBatch], loss: Callable[..., Any], *, forward_only: bool) -> list:
+    def _run_schedule(
+        self, batches: Sequence[PackedBatch], loss: Callable[..., Any], *, forward_only: bool
+    ) -> list:
         batches = [batch.to(self._device) for batch in batches]
         iterators: list[Iterator[PackedBatch]] = [iter(batches) for _ in self.ddp_chunks]
         single = len(self.ddp_chunks) == 1
@@ -142,7 +148,9 @@ class Policy:
             collect_non_loss_data=forward_only,
         )
 
-    def _token_logprobs(self, hidden: Tensor, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def _token_logprobs(
+        self, hidden: Tensor, batch: PackedBatch, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """Last-stage hidden states [T / tp if sp else T, 1, H] -> log-prob and entropy [T] float32."""
         if self.layout.sp:
             # its backward reduce-scatters, which sums the partial gradients of the vocabulary shards
@@ -169,7 +177,9 @@ class Policy:
         # the token count is megatron-core's own normaliser, which is off here: any number does
         return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), list(output.metrics)
 
-    def _collect(self, temperature: float, batch: PackedBatch, hidden: Tensor, *, non_loss_data: bool) -> Tensor:
+    def _collect(
+        self, temperature: float, batch: PackedBatch, hidden: Tensor, *, non_loss_data: bool
+    ) -> Tensor:
         return self._token_logprobs(hidden, batch, temperature)[0]
 
 
@@ -184,6 +194,8 @@ def _forward_step(loss: Callable[..., Any], batches: Iterator[PackedBatch], mode
     return hidden, partial(loss, batch)
 
 
-def _finalize_without_scaling(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
+def _finalize_without_scaling(
+    model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any
+) -> None:
     """Sum gradients over dp, sequence-parallel norms and tied embeddings; the normaliser is in the loss already."""
     finalize_model_grads(model, None, **groups)

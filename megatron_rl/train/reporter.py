@@ -23,7 +23,9 @@ from megatron_rl.train.summary import summary_text, write_report
 class Reporter:
     """A context manager: leaving it closes the files, whatever happened."""
 
-    def __init__(self, run_dir: Path, loaded: LoadedRecipe, *, is_driver: bool, resumed: Progress | None) -> None:
+    def __init__(
+        self, run_dir: Path, loaded: LoadedRecipe, *, is_driver: bool, resumed: Progress | None
+    ) -> None:
         self._run_dir, self._stages = run_dir, loaded.recipe.stages
         self._console = Console(enabled=is_driver)
         self._records: RunRecords | None = None
@@ -68,12 +70,16 @@ class Reporter:
             for result in self._pending:
                 self._records.write_eval(result, stage=label)
         self._pending = []
-        self._console.step(progress.step, stage_length(self._stages[progress.stage]), {**evaluated, **metrics})
+        self._console.step(
+            progress.step, stage_length(self._stages[progress.stage]), {**evaluated, **metrics}
+        )
 
     def starting_point(self, progress: Progress, results: Sequence[EvalResult]) -> None:
         """Evaluations before the first step of a stage."""
         for result in results:
-            self.say(f"{result.name}: avg@{result.samples} {100 * result.avg_at_k:.1f} % before the first iteration")
+            self.say(
+                f"{result.name}: avg@{result.samples} {100 * result.avg_at_k:.1f} % before the first iteration"
+            )
             if self._records is not None:
                 self._records.write_eval(result, stage=stage_label(self._stages, progress.stage))
 
@@ -83,7 +89,9 @@ class Reporter:
 
     def rollouts(self, iteration: int, groups: Sequence[RolloutGroup]) -> None:
         if self._records is not None:
-            self._records.write_rollouts(iteration, [rollout for group in groups for rollout in group.rollouts])
+            self._records.write_rollouts(
+                iteration, [rollout for group in groups for rollout in group.rollouts]
+            )
 
     def plan(self, plan: ReshardPlan) -> None:
         if self._records is not None:

@@ -74,8 +74,12 @@ class RlSession:
         stage, run = self._stage, self._run
         engine = None
         if run.is_driver:
-            run.reporter.say(f"starting {stage.engine.replicas} vllm engine(s) of {stage.engine.tp} worker(s)")
-            grader = RewardModel(stage.rewards, workers=stage.grader.workers, timeout_s=stage.grader.timeout_s)
+            run.reporter.say(
+                f"starting {stage.engine.replicas} vllm engine(s) of {stage.engine.tp} worker(s)"
+            )
+            grader = RewardModel(
+                stage.rewards, workers=stage.grader.workers, timeout_s=stage.grader.timeout_s
+            )
             opening.callback(grader.close)
             engine = VllmEngine.start(
                 stage.engine,

@@ -14,10 +14,19 @@ from tests.helpers.models import make_tiny_hf
 # (tp, pp, vpp, sp, dp) and the packed tokens per micro-batch: 400 holds the whole batch, 40 about two samples
 ONE_BY_ONE = 1
 LAYOUTS = {
-    1: [((1, 1, 1, False), 400), ((1, 1, 1, False), 90), ((1, 1, 1, False), 40), ((1, 1, 1, False), ONE_BY_ONE)],
+    1: [
+        ((1, 1, 1, False), 400),
+        ((1, 1, 1, False), 90),
+        ((1, 1, 1, False), 40),
+        ((1, 1, 1, False), ONE_BY_ONE),
+    ],
     2: [
-        ((2, 1, 1, False), 400), ((2, 1, 1, True), 90), ((1, 2, 1, False), 90), ((1, 2, 2, False), 90),
-        ((1, 1, 1, False), 90), ((1, 1, 1, False), ONE_BY_ONE),
+        ((2, 1, 1, False), 400),
+        ((2, 1, 1, True), 90),
+        ((1, 2, 1, False), 90),
+        ((1, 2, 2, False), 90),
+        ((1, 1, 1, False), 90),
+        ((1, 1, 1, False), ONE_BY_ONE),
     ],
     4: [((2, 2, 1, True), 90), ((2, 1, 1, True), 60), ((1, 2, 1, False), 60), ((4, 1, 1, False), 90)],
 }
@@ -58,8 +67,12 @@ def _measure(rank: int, world_size: int, hf_path: str, cases) -> list[dict[str, 
     for number, ((tp, pp, vpp, sp), tokens) in enumerate(cases):
         layout = ParallelLayout.for_world(tp=tp, pp=pp, vpp=vpp, sp=sp, world_size=world_size)
         init_process_groups(
-            layout, rank=rank, world_size=world_size, master_addr="127.0.0.1",
-            master_port=int(os.environ["MASTER_PORT"]) + number, timeout_s=60,
+            layout,
+            rank=rank,
+            world_size=world_size,
+            master_addr="127.0.0.1",
+            master_port=int(os.environ["MASTER_PORT"]) + number,
+            timeout_s=60,
         )
         results.append(_one_case(hf_path, layout, rank, tokens))
         destroy_process_groups()
@@ -94,14 +107,20 @@ def _one_case(hf_path: str, layout, rank: int, tokens: int) -> dict[str, float]:
     # made-up old log-probs put ratios on both sides of the clip
     batches = [with_old_logprobs(batch, batch.rl.rollout_logprobs) for batch in batches]
     loss = partial(
-        policy_loss, surrogate=gppo(0.2, 0.28), aggregate="sequence_mean",
-        normaliser=normaliser(samples, "sequence_mean"), sft_on_positives=0.1,
+        policy_loss,
+        surrogate=gppo(0.2, 0.28),
+        aggregate="sequence_mean",
+        normaliser=normaliser(samples, "sequence_mean"),
+        sft_on_positives=0.1,
         positive_normaliser=positive_normaliser(samples),
     )
     rl = merge(policy.forward_backward(batches, loss, temperature=0.8))
     return {
-        "sft loss": sft["sft/loss"], "sft norm": sft_norm, "rl loss": rl["policy/loss"],
-        "rl norm": policy.optimizer_step().grad_norm, "rl entropy": rl["policy/entropy"],
+        "sft loss": sft["sft/loss"],
+        "sft norm": sft_norm,
+        "rl loss": rl["policy/loss"],
+        "rl norm": policy.optimizer_step().grad_norm,
+        "rl entropy": rl["policy/entropy"],
         "rl clipped": rl["policy/clip_high_frac"] + rl["policy/clip_low_frac"],
     }
 
@@ -117,7 +136,9 @@ def test_loss_and_gradient_norm_do_not_depend_on_layout_or_micro_batches(tmp_pat
             assert all(rank[number] == ranks[0][number] for rank in ranks), (world_size, case)
             measured[world_size, case] = ranks[0][number]
     reference = measured[1, LAYOUTS[1][0]]
-    assert 0.0 < reference["rl clipped"] < 1.0, "the ratios must reach the clip for this test to mean anything"
+    assert 0.0 < reference["rl clipped"] < 1.0, (
+        "the ratios must reach the clip for this test to mean anything"
+    )
     for case, got in measured.items():
         for name, want in reference.items():
             tolerance = 1e-5 if "norm" in name else 1e-6
