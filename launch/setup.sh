@@ -30,6 +30,9 @@ find_python() {
 quietly() {
     "$@" >>.venv/setup.log 2>&1 </dev/null && return
     tail -n 40 .venv/setup.log >&2
+    if grep -q 'No matching distribution found for torch==' .venv/setup.log; then
+        echo "the CPU build of torch is on PyTorch's own package index: set PIP_EXTRA_INDEX_URL to it" >&2
+    fi
     echo "error: failed: $*; all output: .venv/setup.log" >&2
     exit 1
 }
@@ -46,9 +49,7 @@ rm -f .venv/setup-stamp .venv/setup.log
 [[ -x .venv/bin/python ]] || quietly "$python" -m venv .venv
 
 if [[ $kind == cpu ]]; then
-    # the CPU build of torch is not on PyPI, and no other package may come from its index
-    torch=$(grep '^torch==' "$requirements")
-    install --no-deps --retries 2 --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
+    # the list is complete and its pins fit together: resolving them again would pull in what it leaves out
     install --no-deps -r "$requirements"
 else
     grep -vE '^(transformer-engine|flash-attn)' "$requirements" >.venv/first.txt
