@@ -4,6 +4,7 @@ The tests share one engine on a tied model and leave it fresh; the last one kill
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -11,10 +12,12 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_rl.data.types import Finish
 from megatron_rl.errors import EngineError, ReshardError
@@ -26,6 +29,7 @@ from megatron_rl.reshard.verify import parity_report
 from megatron_rl.rollout.engine import GenerateRequest
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
+from tests.helpers.distributed import free_port
 from tests.helpers.engine import hf_logprobs, hf_weights, qwen2_spec, rank_params, write_qwen2
 
 SPEC = qwen2_spec(tied=True)
@@ -143,7 +147,7 @@ class FlipOneByte:
 
 def assert_stale_until_full_push(engine, models, push, version):
     assert engine.status()[0]["stale"] is not None
-    with pytest.raises(EngineError, match="engine replica 0 .* stale"):
+    with pytest.raises(EngineError, match=r"engine replica 0 .* stale"):
         engine.generate([request([1, 2], 0)])
     push(version, 1)
     (completion,) = engine.generate([request(LONG_PROMPT, 5)])
@@ -174,12 +178,48 @@ def test_a_missing_tensor_is_named_and_a_full_push_recovers(engine, models, push
     assert_stale_until_full_push(engine, models, push, 21)
 
 
+def push_three_times(rank, port, chunks, engine):
+    """One of two trainer ranks: rank 1 lacks a parameter in the second push. Returns what was raised then."""
+    store = dist.TCPStore(LOOPBACK, port, 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        chosen = {}
+        sync = WeightSync(
+            lambda: chosen["params"], spec=SPEC, layout=ParallelLayout(tp=2), rank=rank, engine=engine,
+            config=CONFIG, dtype=torch.float32,
+        )  # fmt: skip
+        chosen["params"] = chunks
+        sync.push(30)
+        if rank == 1:
+            chosen["params"] = [{}]
+        with pytest.raises(ReshardError) as error:
+            sync.push(31)
+        chosen["params"] = chunks
+        sync.push(32)
+        return str(error.value)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_trainer_ranks_push_together_and_fail_together(engine, models):
+    weights, port = hf_weights(models[1]), free_port()
+    chunks = [rank_params(SPEC, ParallelLayout(tp=2), rank, weights) for rank in (0, 1)]
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        other = pool.submit(push_three_times, 1, port, chunks[1], None)
+        messages = [push_three_times(0, port, chunks[0], engine), other.result(timeout=60)]
+    for message in messages:
+        assert "trainer rank 1: weight transfer: model.embed_tokens.weight is planned from" in message
+    (completion,) = engine.generate([request(LONG_PROMPT, 5)])
+    assert completion.weight_version == 32
+    assert gap_to_hf(models[1], LONG_PROMPT, completion) < BOUND
+
+
 def test_a_taken_port_is_named(tmp_path):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(EngineError, match=f"engine.port: port {port} cannot be used"):
+        with pytest.raises(EngineError, match=rf"engine\.port: port {port} cannot be used"):
             VllmEngine.start(
                 EngineConfig(port=port), hf_path=tmp_path, dtype="float32", spec=SPEC, max_model_len=64,
                 seed=0, log_dir=tmp_path,
