@@ -1,0 +1,35 @@
+"""Where a run stands on its one step axis."""
+
+from __future__ import annotations
+
+from megatron_rl.recipe.stages import OptimizerConfig, RlStage, SamplingConfig, SftStage
+from megatron_rl.train.progress import Progress, stage_label, stage_length
+
+OPTIMIZER = OptimizerConfig(lr=1e-3)
+SFT = SftStage(kind="sft", data="d", steps=20, global_batch_size=1, tokens_per_microbatch=1, optimizer=OPTIMIZER)
+RL = RlStage(
+    kind="rl",
+    prompts="p",
+    rewards={"math_answer": 1.0},
+    iterations=6,
+    prompts_per_iteration=1,
+    group_size=2,
+    sampling=SamplingConfig(max_response_tokens=8),
+    optimizer=OPTIMIZER,
+)
+
+
+def test_steps_count_on_over_stages() -> None:
+    stages = (SFT, RL, RL)
+    assert [stage_length(stage) for stage in stages] == [20, 6, 6]
+    assert Progress(stage=0, step=20).global_step(stages) == Progress(stage=1).global_step(stages) == 20
+    assert Progress(stage=2, step=3).global_step(stages) == 29
+
+
+def test_stages_of_one_kind_are_numbered_only_when_there_are_several() -> None:
+    assert [stage_label((SFT, RL, RL), i) for i in range(3)] == ["sft", "rl1", "rl2"]
+
+
+def test_progress_survives_a_round_trip_through_a_checkpoint() -> None:
+    progress = Progress(stage=1).advanced(4, sampler={"cursors": [1]})
+    assert Progress(**progress.to_dict()) == progress

@@ -1,0 +1,92 @@
+"""From graded groups to the optimizer steps of an iteration."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+
+from megatron_rl.data.types import Verdict
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.train.batches import local_batches, rollout_samples, split_updates
+from megatron_rl.train.rl_metrics import num_tokens, rollout_metrics
+from megatron_rl.train.updates import informative_groups
+from tests.helpers.rollouts import group
+
+C, W = Verdict.CORRECT, Verdict.WRONG
+
+
+def test_groups_whose_verdicts_agree_are_dropped_only_on_request() -> None:
+    groups = [group("all right", [C, C]), group("mixed", [C, W]), group("all wrong", [W, Verdict.NO_ANSWER])]
+    assert [g.prompt.id for g in informative_groups(groups, drop_zero_advantage=True)] == ["mixed"]
+    assert len(informative_groups(groups, drop_zero_advantage=False)) == 3
+
+
+@pytest.mark.parametrize("failed", [Verdict.ERROR, Verdict.BAD_GOLD])
+def test_a_group_whose_grader_failed_is_never_trained_on(failed: Verdict) -> None:
+    assert informative_groups([group("g", [C, failed])], drop_zero_advantage=False) == []
+
+
+def test_a_timeout_counts_as_a_wrong_answer() -> None:
+    assert len(informative_groups([group("g", [C, Verdict.TIMEOUT])], drop_zero_advantage=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "per_update", "sizes"), [(8, 4, [4, 4]), (10, 4, [4, 3, 3]), (3, 4, [3]), (5, 1, [1] * 5), (0, 4, [])]
+)
+def test_groups_spread_evenly_over_as_few_updates_as_fit(count: int, per_update: int, sizes: list[int]) -> None:
+    groups = [group(str(i), [C, W]) for i in range(count)]
+    updates = split_updates(groups, groups_per_update=per_update)
+    assert [len(update) for update in updates] == sizes
+    assert list(chain(*updates)) == groups
+
+
+def test_a_rollout_is_trained_on_its_response_alone() -> None:
+    first, second = rollout_samples([group("g", [C, W])], [[0.5, -0.5]])
+    assert first.token_ids == [1, 2, 3, 3, 3]
+    assert first.loss_mask == [False, False, True, True, True]
+    assert first.rollout_logprobs == [0.0, 0.0, -0.5, -0.5, -0.5]
+    assert (first.advantage, first.is_positive, second.advantage, second.is_positive) == (0.5, True, -0.5, False)
+    assert first.sample_id != second.sample_id
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(dp=1),
+        ParallelLayout(dp=3),
+        ParallelLayout(tp=2, dp=2, sp=True),
+        ParallelLayout(pp=2, vpp=2, dp=2),
+        ParallelLayout(tp=4, pp=2, vpp=2, sp=True),
+    ],
+    ids=str,
+)
+def test_every_sample_is_in_one_micro_batch_of_one_rank(layout: ParallelLayout) -> None:
+    groups = [group(str(i), [C, W], response_tokens=2 + i) for i in range(5)]
+    samples = rollout_samples(groups, [[1.0, -1.0]] * 5)
+    ranks = [local_batches(samples, layout, dp_rank=r, tokens_per_microbatch=16) for r in range(layout.dp)]
+    seen = sorted(i for batches in ranks for batch in batches for i in batch.sample_index)
+    assert seen == list(range(10))
+    assert len({len(batches) for batches in ranks}) == 1
+    assert sum(int(b.loss_mask.sum()) for batches in ranks for b in batches) == sum(
+        s.num_trained_tokens for s in samples
+    )
+    if layout.sp:
+        assert all(batch.num_tokens % layout.tp == 0 for batches in ranks for batch in batches)
+    if layout.vpp > 1:
+        assert len(ranks[0]) % layout.pp == 0
+        # two interleaved stages exchange both directions at once: see local_batches
+        assert all(len({batch.num_tokens for batch in batches}) == 1 for batches in ranks)
+
+
+def test_rollout_metrics_count_every_rollout_before_groups_are_dropped() -> None:
+    groups = [group("a", [C, C]), group("b", [C, W]), group("c", [Verdict.NO_ANSWER, Verdict.ERROR])]
+    metrics = rollout_metrics(groups, kept=groups[1:2])
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/zero_advantage_frac"] == pytest.approx(2 / 3)
+    assert metrics["reward/no_answer_frac"] == metrics["reward/error_frac"] == pytest.approx(1 / 6)
+    assert metrics["rollout/tokens"] == 18
+    assert metrics["rollout/response_tokens_mean"] == 3
+    assert metrics["rollout/truncated_frac"] == 0
+    assert metrics["rollout/weight_version"] == 7
+    assert num_tokens(groups) == 6 * 5
