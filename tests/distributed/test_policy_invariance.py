@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from functools import partial
 from pathlib import Path
@@ -55,8 +56,6 @@ def _samples(vocab_size: int):
 
 def _measure(rank: int, world_size: int, hf_path: str, cases) -> list[dict[str, float]]:
     """Loss and gradient norm of SFT and of GPPO for every case; runs on every rank."""
-    import os
-
     import torch
 
     from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups
@@ -125,9 +124,60 @@ def _one_case(hf_path: str, layout, rank: int, tokens: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_loss_and_gradient_norm_do_not_depend_on_layout_or_micro_batches(tmp_path: Path, tied: bool) -> None:
-    hf_path = str(make_tiny_hf(tmp_path / "hf", family="qwen2", tied=tied, num_layers=4, heads=4, kv_heads=2))
+def _packing_gradients(rank: int, world_size: int, hf_path: str) -> dict[str, float]:
+    """Largest difference of any gradient element, packed against one by one, relative to the largest element."""
+    from megatron_rl.algo.aggregate import normaliser
+    from megatron_rl.algo.losses import sft_loss
+    from megatron_rl.data.pack import pack, pack_microbatch
+    from megatron_rl.model.spec import ModelSpec
+    from megatron_rl.parallel.groups import init_process_groups
+    from megatron_rl.parallel.layout import ParallelLayout
+    from megatron_rl.recipe.schema import ModelConfig
+    from megatron_rl.recipe.stages import OptimizerConfig, ScheduleConfig
+    from megatron_rl.train.policy import Policy
+
+    port = int(os.environ["MASTER_PORT"])
+    layout = ParallelLayout()
+    init_process_groups(
+        layout, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, timeout_s=60
+    )
+    spec = ModelSpec.from_hf(hf_path)
+    policy = Policy(ModelConfig(hf_path=hf_path, dtype="float32", spec="local"), spec, layout, rank=rank)
+    policy.start_stage(OptimizerConfig(lr=1e-2), ScheduleConfig(), total_steps=10)
+    samples = _samples(spec.vocab_size)
+    loss = partial(sft_loss, normaliser=normaliser(samples, "token_mean"))
+    gradients = []
+    for batches in (
+        [pack_microbatch(samples, [i]) for i in range(len(samples))],
+        pack(samples, tokens_per_microbatch=400),
+        pack(samples, tokens_per_microbatch=90),
+    ):
+        policy.forward_backward(batches, loss)
+        gradients.append({name: p.main_grad.clone() for name, p in policy.chunks[0].named_parameters()})
+    alone, *packed = gradients
+    return {
+        name: max(
+            float((other[name] - alone[name]).abs().max() / alone[name].abs().max()) for other in packed
+        )
+        for name in alone
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_every_gradient_of_a_packed_batch_equals_the_one_by_one_gradient(tmp_path: Path, family: str) -> None:
+    hf_path = str(make_tiny_hf(tmp_path / "hf", family=family))
+    (differences,) = run_distributed(_packing_gradients, 1, hf_path)
+    assert len(differences) > 30
+    # float32 sums in another order: 1e-6 of the largest element, doubled for the accumulation over micro-batches
+    assert max(differences.values()) < 2e-6, max(differences.items(), key=lambda item: item[1])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True)])
+def test_loss_and_gradient_norm_do_not_depend_on_layout_or_micro_batches(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
+    hf_path = str(make_tiny_hf(tmp_path / "hf", family=family, tied=tied, num_layers=4, heads=4, kv_heads=2))
     measured = {}
     for world_size, cases in LAYOUTS.items():
         ranks = run_distributed(_measure, world_size, hf_path, cases, timeout_s=180)

@@ -1,0 +1,117 @@
+"""The main job, run as a user runs it: the command line, real processes, real vLLM, a real improvement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_rl.recipe.load import load_recipe
+from tests.helpers.quickstart import lines, prepare, train
+
+ITERATIONS = 40
+SHORTER = (
+    f"stages.1.iterations={ITERATIONS}",
+    "stages.1.curriculum=[{iterations: 20, difficulty: [2, 5]}, {iterations: 20, difficulty: [4, 7]}]",
+    f"stages.1.eval.every={ITERATIONS}",
+)
+# measured: +12 to +20 points; a model that does not learn stays within +-2 (two standard errors of 255 problems)
+MIN_GAIN = 0.06
+
+LAYOUTS = {
+    "tp1": (),
+    "tp2": ("--nproc", "2", "layout.tp=2"),
+    "pp2": ("--nproc", "2", "layout.pp=2"),
+    "dp2": ("--nproc", "2"),
+}
+BRIEF = (
+    "stages.0.steps=4",
+    "stages.0.schedule.warmup_steps=2",
+    "stages.0.optimizer.lr=1e-5",
+    "stages.0.schedule.min_lr=1e-6",
+    "stages.1.iterations=2",
+    "stages.1.curriculum=[]",
+    "stages.1.prompts_per_iteration=8",
+    "stages.1.eval=null",
+)
+RL_METRICS = """
+    reward/mean reward/std reward/zero_advantage_frac rollout/tokens rollout/response_tokens_mean
+    rollout/truncated_frac rollout/weight_version policy/loss policy/grad_norm policy/clip_high_frac
+    policy/clip_low_frac policy/entropy policy/kl_old mismatch/mean mismatch/p99 mismatch/max optim/lr
+    time/generate_s time/reward_s time/logprob_s time/train_s time/sync_s time/other_s time/iteration_s
+    throughput/tokens_per_s
+""".split()
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the quickstart's model and data."""
+    root = tmp_path_factory.mktemp("quickstart")
+    prepare(root)
+    return root
+
+
+@pytest.fixture(scope="session")
+def learned(place: Path) -> Path:
+    """Run directory of the shipped recipe with fewer RL iterations."""
+    run_dir = place / "runs" / "learned"
+    done = train(place, run_dir, *SHORTER, timeout_s=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "avg@4" in done.stdout and "report.html" in done.stdout
+    return run_dir
+
+
+@pytest.mark.timeout(1000)
+def test_rl_raises_held_out_accuracy_of_the_shipped_recipe(learned: Path) -> None:
+    start, end = lines(learned, "eval.jsonl")
+    assert (start["iteration"], end["iteration"]) == (0, ITERATIONS)
+    assert end["avg_at_k"] - start["avg_at_k"] >= MIN_GAIN, (start["avg_at_k"], end["avg_at_k"])
+
+
+@pytest.mark.timeout(1000)
+def test_a_run_leaves_the_records_that_it_promises(learned: Path) -> None:
+    steps = lines(learned)
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    rl = [line for line in steps if line["stage"] == "rl"]
+    assert [line["iteration"] for line in rl] == list(range(1, ITERATIONS + 1))
+    assert all(rl[-1][name] is not None for name in RL_METRICS)
+    assert rl[-1]["eval/heldout/avg_at_k"] == lines(learned, "eval.jsonl")[-1]["avg_at_k"]
+    # engine and trainer agree on every sampled token of the run
+    assert max(line["mismatch/max"] for line in rl if "mismatch/max" in line) < 1e-3
+    rollouts = lines(learned, f"rollouts/iter_{ITERATIONS:06d}.jsonl")
+    assert {"prompt", "completion", "reward", "parts", "finish", "weight_version"} <= rollouts[0].keys()
+    assert len(rollouts) == 256
+    board = EventAccumulator(str(learned / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("reward/mean")] == [line["step"] for line in rl]
+    assert load_recipe(learned / "recipe.resolved.yaml").recipe.stages[1].kind == "rl"
+    for name in (
+        "plan.json",
+        "parity.json",
+        "report.html",
+        "model/model.safetensors",
+        "model/tokenizer.json",
+    ):
+        assert (learned / name).stat().st_size > 0
+
+
+@pytest.mark.timeout(1000)
+def test_layouts_give_the_same_sft_curve_and_the_same_first_rewards(learned: Path, place: Path) -> None:
+    curves = {}
+    for name, options in LAYOUTS.items():
+        run_dir = place / "runs" / name
+        done = train(place, run_dir, *options, *BRIEF, f"model.hf_path={learned / 'model'}")
+        assert done.returncode == 0, (name, done.stderr[-3000:])
+        curves[name] = lines(run_dir)
+    reference = curves.pop("tp1")
+    assert 0 < reference[-1]["reward/mean"] < 1, (
+        "rewards must differ between rollouts for this to mean anything"
+    )
+    for name, curve in curves.items():
+        for want, got in zip(reference, curve, strict=True):
+            if want["stage"] == "sft":
+                assert got["sft/loss"] == pytest.approx(want["sft/loss"], rel=1e-5), (name, want["step"])
+            else:
+                assert got["reward/mean"] == want["reward/mean"], (name, want["step"])
+                assert got["rollout/tokens"] == want["rollout/tokens"], (name, want["step"])
