@@ -153,7 +153,7 @@ class CheckpointStore:
             failure = error
         outcomes: list[str | None] = [None] * dist.get_world_size()
         try:
-            message = None if failure is None else f"rank {self._rank}: {type(failure).__name__}: {failure}"
+            message = None if failure is None else self._describe(failure)
             dist.all_gather_object(outcomes, message, group=self._group)
         except RuntimeError as error:
             raise CheckpointError(
@@ -163,10 +163,14 @@ class CheckpointStore:
         failures = [outcome for outcome in outcomes if outcome is not None]
         if failures:
             raise CheckpointError(
-                f"{self._root}: {what} failed on {len(failures)} of {len(outcomes)} ranks: {failures[0]}; "
-                "nothing was published, the checkpoint before it is intact"
+                f"{self._root}: {what} failed: {failures[0]}; nothing was published, earlier checkpoints are intact"
             ) from failure
         return result  # type: ignore[return-value]
+
+    def _describe(self, failure: Exception) -> str:
+        if isinstance(failure, CheckpointError):
+            return str(failure)
+        return f"rank {self._rank}: {type(failure).__name__}: {failure}"
 
 
 def _sharded_states(policy: Trainable) -> dict[str, dict[str, Any]]:

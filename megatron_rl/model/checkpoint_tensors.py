@@ -67,7 +67,8 @@ def write_sharded(prepared: Prepared, directory: Path, group: dist.ProcessGroup)
             process_group=group,
         )
     except CheckpointException as error:
-        raise CheckpointError(f"{directory}: {_first_failure(error)}") from error
+        # torch hides the operating system's reason behind a position in its archive
+        raise CheckpointError(f"{directory}: {_first_failure(error)}; is the disk full?") from error
 
 
 class _Writer(FileSystemWriter):
