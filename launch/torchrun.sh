@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on the GPUs of this node, or of several: launch/torchrun.sh RECIPE RUN_DIR [path=value ...]
 # Several nodes: run it on each, with NNODES, NODE_RANK and MASTER_ADDR set; RUN_DIR must be shared between them.
-# A RUN_DIR that holds checkpoints is continued.
+# A RUN_DIR that was used before is continued from its latest checkpoint.
 set -euo pipefail
 if [[ $# -lt 2 ]]; then
     echo "usage: launch/torchrun.sh RECIPE RUN_DIR [path=value ...]" >&2
@@ -16,7 +16,7 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 
 resume=()
-[[ -d "$run_dir/checkpoints" ]] && resume=(--resume)
+[[ -e "$run_dir/recipe.resolved.yaml" ]] && resume=(--resume)
 
 exec "$root/.venv/bin/python" -m torch.distributed.run \
     --nnodes "${NNODES:-1}" \

@@ -35,9 +35,11 @@ class PackedParams(PackedSeqParams):
     classes: LengthClasses | None = field(default=None, repr=False)
 
 
-def packed_seq_params(batch: PackedBatch) -> PackedParams:
-    """What the model needs to know about the sequences of `batch`; on the device of `batch.cu_seqlens`."""
-    needs_classes = not (batch.cu_seqlens.is_cuda and _has_flash_attention())
+def packed_seq_params(batch: PackedBatch, *, dtype: torch.dtype) -> PackedParams:
+    """What a model of `dtype` needs to know about the sequences of `batch`; on its device."""
+    # flash-attn computes in half precision only
+    can_flash = batch.cu_seqlens.is_cuda and dtype in (torch.bfloat16, torch.float16) and _has_flash_attention()
+    needs_classes = not can_flash
     return PackedParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
@@ -135,6 +137,6 @@ def _flash_attention(
     out: Tensor = flash_attn_varlen_func(
         query, key, value,
         packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
-        softmax_scale=scale, causal=True,
+        softmax_scale=scale, causal=True, deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out

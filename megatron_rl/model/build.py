@@ -50,7 +50,7 @@ def build_model(
     `spec_kind` that cannot run here.
     """
     spec.check_layout(layout)
-    kind = resolve_spec_kind(spec_kind)
+    kind = resolve_spec_kind(spec_kind, dtype=dtype)
     config = transformer_config(spec, layout, dtype=dtype)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     return [
@@ -96,7 +96,8 @@ def transformer_config(spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.
         # micro-batches differ in length; for that megatron-core wants this dispatcher, even in a dense model
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        batch_p2p_comm=fused,
+        # two interleaved stages are each other's next and previous one: batched messages would be paired crosswise
+        batch_p2p_comm=fused and not (layout.pp == 2 and layout.vpp > 1),
         deallocate_pipeline_outputs=True,
         use_cpu_initialization=False,
         # initialisation also marks parameters as sharded, so it stays on, but weights always come from a file

@@ -45,15 +45,22 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
 
 
-def resolve_spec_kind(kind: str) -> str:
-    """`auto` becomes `te` where TransformerEngine can run, else `local`; ModelError for `te` without it."""
+def resolve_spec_kind(kind: str, *, dtype: torch.dtype) -> str:
+    """`auto` becomes `te` where TransformerEngine can run packed sequences, else `local`.
+
+    It can on CUDA in half precision. Raises ModelError for `te` elsewhere.
+    """
     if kind not in SPEC_KINDS:
         raise ModelError(f"model.spec: got {kind!r}, must be one of {', '.join(SPEC_KINDS)}")
-    has_te = device.has_accelerator() and importlib.util.find_spec("transformer_engine") is not None
+    has_te = (
+        device.has_accelerator()
+        and dtype is not torch.float32
+        and importlib.util.find_spec("transformer_engine") is not None
+    )
     if kind == "te" and not has_te:
         raise ModelError(
-            "model.spec: got 'te', but TransformerEngine cannot be used here (it needs a CUDA device and the "
-            "transformer-engine package); run launch/setup.sh --gpu, or set model.spec to auto or local"
+            "model.spec: got 'te', but TransformerEngine cannot be used here (it needs a CUDA device, "
+            "model.dtype bfloat16 and the transformer-engine package); run launch/setup.sh --gpu, or set model.spec to auto or local"
         )
     if kind == "auto":
         return "te" if has_te else "local"

@@ -89,6 +89,16 @@ def destroy_model_groups() -> None:
     parallel_state.destroy_model_parallel()
 
 
+def new_driver_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for waiting on the driving one, whose work on engines no collective time-out fits.
+
+    On the CPU, so that a waiting rank keeps no accelerator kernel alive. None for a single process. Collective.
+    """
+    if dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
 def destroy_process_groups() -> None:
     """Leave the run; safe to call when it was never joined, and when other ranks are gone."""
     if not dist.is_initialized():

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
 
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.model.checkpoint import CheckpointStore, SavedState
 from megatron_rl.model.spec import ModelSpec
+from megatron_rl.parallel.collectives import broadcast_object
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import Stage
 from megatron_rl.train.policy import Policy
 from megatron_rl.train.progress import Progress
 from megatron_rl.train.reporter import Reporter
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +36,21 @@ class RunContext:
     tokenizer: Tokenizer
     reporter: Reporter
     checkpoints: CheckpointStore
+    host: str  # the driving rank's address, as other ranks and engine workers reach it
+    driver_group: dist.ProcessGroup | None
     resumed_from: SavedState | None = None
 
     @property
     def is_driver(self) -> bool:
         """The one rank that owns engines, graders, records and the console."""
         return self.rank == 0
+
+    def from_driver(self, value: T) -> T:
+        """What the driving rank passed, on every rank; the others wait for it, however long it takes. Collective.
+
+        The driver's own waits (engines, graders) are bounded, and a driver that dies ends the wait at once.
+        """
+        return broadcast_object(value, src=0, group=self.driver_group)
 
     def start_stage(self, stage: Stage, progress: Progress, *, total_steps: int) -> None:
         """A fresh optimizer of `total_steps` steps; the saved one where the run resumes inside the stage."""

@@ -8,7 +8,6 @@ import torch
 
 from megatron_rl.data.pack import pack, unpack_per_token
 from megatron_rl.data.types import TrainSample
-from megatron_rl.parallel.collectives import broadcast_object
 from megatron_rl.reshard.verify import parity_bound, parity_report
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.train.context import RunContext
@@ -41,7 +40,7 @@ class ParityProbe:
             gap = report["max"]
             self._run.reporter.parity({"weight_version": version, "bound": self._bound, **report})
         self._previous = mine
-        return broadcast_object(gap, src=0)
+        return self._run.from_driver(gap)
 
     def _trainer_logprobs(self) -> list[float]:
         layout = self._run.layout

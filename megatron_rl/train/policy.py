@@ -138,7 +138,7 @@ class Policy:
         for chunk in self.ddp_chunks:
             chunk.train(not forward_only)
         return get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, loss),
+            forward_step_func=partial(_forward_step, loss, self.dtype),
             data_iterator=iterators[0] if single else iterators,
             model=self.ddp_chunks[0] if single else self.ddp_chunks,
             num_microbatches=len(batches),
@@ -183,13 +183,18 @@ class Policy:
         return self._token_logprobs(hidden, batch, temperature)[0]
 
 
-def _forward_step(loss: Callable[..., Any], batches: Iterator[PackedBatch], model: torch.nn.Module) -> tuple:
+def _forward_step(
+    loss: Callable[..., Any], dtype: torch.dtype, batches: Iterator[PackedBatch], model: torch.nn.Module
+) -> tuple[Tensor, Callable[..., Any]]:
     batch = next(batches)
+    # the mixed-precision wrapper would hand the last stage's hidden states on in float32
+    wrapper_options = {} if dtype is torch.float32 else {"fp32_output": False}
     hidden = model(
         batch.input_ids[None],
         batch.position_ids[None],
         None,
-        packed_seq_params=packed_seq_params(batch),
+        packed_seq_params=packed_seq_params(batch, dtype=dtype),
+        **wrapper_options,
     )
     return hidden, partial(loss, batch)
 

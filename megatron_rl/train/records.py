@@ -83,18 +83,20 @@ class RunRecords:
         """The latest step that was logged; -1 before the first."""
         return self._last_step
 
-    def write_eval(self, result: EvalResult, *, stage: str = "") -> None:
-        """One line of eval.jsonl and its numbers on the board, at the latest logged step.
+    def write_eval(self, result: EvalResult, *, stage: str = "", board: bool = False) -> None:
+        """One line of eval.jsonl, at the latest logged step.
 
-        They enter metrics.jsonl through `result.metrics()` in a later `log_step`.
+        Its numbers belong into the `log_step` of that step (`result.metrics()`), which puts them on the board;
+        `board` does so for an evaluation that belongs to no step.
         """
         line = {"stage": stage, "step": self._last_step, **result.to_json()}
         with (self.run_dir / EVAL_FILE).open("ab") as stream:
             self._append(stream, line)
-        for name, value in result.metrics().items():
-            if math.isfinite(value):
-                self._board.add_scalar(name, value, global_step=max(0, self._last_step))
-        self._board.flush()
+        if board:
+            for name, value in result.metrics().items():
+                if math.isfinite(value):
+                    self._board.add_scalar(name, value, global_step=max(0, self._last_step))
+            self._board.flush()
 
     def write_rollouts(self, iteration: int, rollouts: Sequence[Rollout]) -> Path:
         """rollouts/iter_000012.jsonl, one line per rollout."""

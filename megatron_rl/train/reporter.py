@@ -81,17 +81,18 @@ class Reporter:
                 f"{result.name}: avg@{result.samples} {100 * result.avg_at_k:.1f} % before the first iteration"
             )
             if self._records is not None:
-                self._records.write_eval(result, stage=stage_label(self._stages, progress.stage))
+                self._records.write_eval(result, stage=stage_label(self._stages, progress.stage), board=True)
 
     def evaluation(self, results: Sequence[EvalResult]) -> None:
         """Evaluations of the step that `step` reports next."""
         self._pending += results
 
-    def rollouts(self, iteration: int, groups: Sequence[RolloutGroup]) -> None:
+    def rollouts(self, progress: Progress, groups: Sequence[RolloutGroup]) -> None:
+        """The rollouts of the iteration that led to `progress`; files count on over all RL stages of the run."""
         if self._records is not None:
-            self._records.write_rollouts(
-                iteration, [rollout for group in groups for rollout in group.rollouts]
-            )
+            earlier = sum(s.iterations for s in self._stages[: progress.stage] if s.kind == "rl")
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            self._records.write_rollouts(earlier + progress.step, rollouts)
 
     def plan(self, plan: ReshardPlan) -> None:
         if self._records is not None:

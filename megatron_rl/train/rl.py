@@ -6,12 +6,13 @@ from megatron_rl.recipe.stages import RlStage
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.metrics import Meter
 from megatron_rl.train.progress import Progress
+from megatron_rl.train.rl_data import RlData
 from megatron_rl.train.rl_metrics import iteration_metrics, num_tokens
 from megatron_rl.train.rl_session import RlSession
 from megatron_rl.train.updates import add_old_logprobs, apply_update, informative_groups, plan_updates
 
 
-def run_rl(stage: RlStage, progress: Progress, run: RunContext) -> None:
+def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunContext) -> None:
     """Maximise E[ sum_t f(r_t, A) / N ] with r_t = exp(log-prob now - log-prob before the iteration's updates).
 
     Three policies meet: the rollout policy (the engine, at the weights of the last transfer), the old policy (this
@@ -20,7 +21,7 @@ def run_rl(stage: RlStage, progress: Progress, run: RunContext) -> None:
     """
     policy, temperature = run.policy, stage.sampling.temperature
     run.start_stage(stage, progress, total_steps=stage.iterations * stage.updates_per_rollout)
-    with RlSession(stage, progress, run) as session:
+    with RlSession(stage, data, progress, run) as session:
         for iteration in range(progress.step, stage.iterations):
             meter = Meter()
 
@@ -38,7 +39,7 @@ def run_rl(stage: RlStage, progress: Progress, run: RunContext) -> None:
 
             metrics = iteration_metrics(groups, kept, updates, steps, policy=policy) | transfer
             metrics |= meter.metrics(tokens=num_tokens(groups))
-            run.reporter.rollouts(iteration + 1, groups)
-            session.evaluate_if_due(iteration + 1)
             progress = progress.advanced(iteration + 1, sampler=session.sampler_state())
+            run.reporter.rollouts(progress, groups)
+            metrics |= session.evaluate_if_due(iteration + 1)
             run.finish_step(progress, metrics, total=stage.iterations)

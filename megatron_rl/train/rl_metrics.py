@@ -14,7 +14,7 @@ from megatron_rl.data.types import RolloutGroup, Verdict
 from megatron_rl.parallel.collectives import all_gather_object
 from megatron_rl.train.metrics import merge
 from megatron_rl.train.policy import Policy
-from megatron_rl.train.updates import Update, logprob_gaps
+from megatron_rl.train.updates import Update, is_graded, is_uninformative, logprob_gaps
 
 
 def iteration_metrics(
@@ -34,23 +34,28 @@ def iteration_metrics(
         # a sum over micro-batches is the loss of a step; over several steps their mean is wanted
         losses["policy/loss"] /= len(steps)
     return {
-        **rollout_metrics(groups, kept),
+        **rollout_metrics(groups),
+        "reward/dropped_frac": 1.0 - len(kept) / len(groups),
         **losses,
         **merge([mismatch_metrics(gaps)]),
         "policy/updates": float(len(steps)),
     }
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], kept: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Rewards and lengths over all rollouts, before any group was dropped."""
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Rewards and lengths over all rollouts, before any group was dropped.
+
+    `reward/zero_advantage_frac` is over the groups whose grader worked; 0 when it worked for none.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [rollout.reward.score for rollout in rollouts]
     lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
     verdicts = Counter(rollout.reward.verdict for rollout in rollouts)
+    graded = [group for group in groups if is_graded(group)]
     metrics = {
         "reward/mean": fmean(scores),
         "reward/std": pstdev(scores),
-        "reward/zero_advantage_frac": 1.0 - len(kept) / len(groups),
+        "reward/zero_advantage_frac": fmean(map(is_uninformative, graded)) if graded else 0.0,
         "rollout/tokens": float(sum(lengths)),
         "rollout/response_tokens_mean": fmean(lengths),
         "rollout/truncated_frac": fmean(rollout.completion.finish.is_truncated() for rollout in rollouts),

@@ -5,18 +5,16 @@ The driving rank (0) owns engines, graders and prompts; the other ranks take par
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from megatron_rl.data.chat import render_prompt, stop_token_ids
-from megatron_rl.data.curriculum import CurriculumSampler
-from megatron_rl.data.prompts import PromptSet, load_prompts
+from megatron_rl.data.chat import stop_token_ids
 from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.types import RolloutGroup
-from megatron_rl.parallel.collectives import broadcast_object
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.rewards.combine import RewardModel
 from megatron_rl.rollout.collect import Collector, Draw
@@ -28,16 +26,18 @@ from megatron_rl.train.evaluate import evaluate
 from megatron_rl.train.metrics import Meter
 from megatron_rl.train.parity import ParityProbe
 from megatron_rl.train.progress import Progress
+from megatron_rl.train.rl_data import RlData
 
 
 class RlSession:
     """A context manager: entering starts the engines and gives them the weights; leaving stops every process."""
 
-    def __init__(self, stage: RlStage, progress: Progress, run: RunContext) -> None:
-        self._stage, self._run, self._progress = stage, run, progress
+    def __init__(self, stage: RlStage, data: RlData | None, progress: Progress, run: RunContext) -> None:
+        """`data` on the driving rank alone; its sampler is set to where `progress` stands."""
+        self._stage, self._data, self._run, self._progress = stage, data, run, progress
         self._closing = ExitStack()
-        if run.is_driver:
-            self._load_prompts(progress)
+        if data is not None and progress.sampler:
+            data.sampler.load_state_dict(progress.sampler)
 
     def __enter__(self) -> RlSession:
         with ExitStack() as opening:
@@ -49,26 +49,6 @@ class RlSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing.close()
-
-    def _load_prompts(self, progress: Progress) -> None:
-        """Read training and evaluation prompts; driving rank only. Raises DataError for what cannot be used."""
-        stage, run = self._stage, self._run
-        load = partial(
-            load_prompts,
-            render=partial(render_prompt, run.tokenizer),
-            max_prompt_tokens=stage.sampling.max_prompt_tokens,
-        )
-        self._prompts: PromptSet = load(stage.prompts)
-        self._eval_sets = {name: load(path) for name, path in stage.eval.sets.items()} if stage.eval else {}
-        run.reporter.say(f"prompts: {self._prompts.summary()}")
-        self._sampler = CurriculumSampler(
-            self._prompts.prompts,
-            stage.curriculum,
-            derive_seed(run.recipe.run.seed, self._progress.stage, "prompts"),
-            iterations=stage.iterations,
-        )
-        if progress.sampler:
-            self._sampler.load_state_dict(progress.sampler)
 
     def _start(self, opening: ExitStack) -> None:
         stage, run = self._stage, self._run
@@ -94,6 +74,8 @@ class RlSession:
             self._collector = Collector(
                 engine, grader, run.tokenizer, stop_token_ids=stop_token_ids(run.tokenizer)
             )
+        # the other ranks wait here until the engines run
+        probe = self._run.from_driver(self._data.probe() if self._data else ())
         self._weight_version = -1
         self._sync = WeightSync(
             run.policy.named_params,
@@ -103,15 +85,14 @@ class RlSession:
             engine=engine,
             config=stage.engine,
             dtype=run.policy.dtype,
+            host=run.host,
         )
         run.reporter.plan(self._sync.plan)
-        probe = self._prompts.token_ids[self._prompts.prompts[0].id] if run.is_driver else ()
-        self._parity = ParityProbe(
-            run, engine, token_ids=broadcast_object(probe, src=0), bound=stage.engine.parity_bound
-        )
+        self._parity = ParityProbe(run, engine, token_ids=probe, bound=stage.engine.parity_bound)
         self.push_weights()
         if self._progress.step == 0:
             run.reporter.starting_point(self._progress, self._evaluate(0))
+            run.from_driver(None)
 
     def push_weights(self) -> dict[str, float]:
         """Transfer the current weights, then compare both sides' log-probs of a fixed prompt. Collective."""
@@ -129,7 +110,7 @@ class RlSession:
     def collect(self, iteration: int, meter: Meter) -> list[RolloutGroup]:
         """Draw prompts, sample, grade; the same groups on every rank. Collective."""
         groups: list[RolloutGroup] = []
-        if self._run.is_driver:
+        if self._data is not None:
             sampling = self._stage.sampling
             draw = Draw(
                 samples=self._stage.group_size,
@@ -139,27 +120,31 @@ class RlSession:
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
             )
-            prompts = self._sampler.take(iteration, self._stage.prompts_per_iteration)
-            groups = self._collector.collect(prompts, self._prompts.token_ids, draw, span=meter.span)
-        return broadcast_object(groups, src=0)
+            prompts = self._data.sampler.take(iteration, self._stage.prompts_per_iteration)
+            groups = self._collector.collect(prompts, self._data.prompts.token_ids, draw, span=meter.span)
+        return self._run.from_driver(groups)
 
     def sampler_state(self) -> Mapping[str, Any]:
         """Prompt cursors, for the checkpoint; empty on ranks that hold no prompts."""
-        return self._sampler.state_dict() if self._run.is_driver else {}
+        return self._data.sampler.state_dict() if self._data is not None else {}
 
-    def evaluate_if_due(self, iteration: int) -> None:
-        """Evaluate after every `eval.every` iterations and after the last; the driving rank alone works."""
+    def evaluate_if_due(self, iteration: int) -> dict[str, float]:
+        """Evaluate after every `eval.every` iterations and after the last; the other ranks wait. Collective."""
         config = self._stage.eval
-        if config and (iteration % config.every == 0 or iteration == self._stage.iterations):
-            self._run.reporter.evaluation(self._evaluate(iteration))
+        if config is None or (iteration % config.every and iteration != self._stage.iterations):
+            return {}
+        began = time.monotonic()
+        self._run.reporter.evaluation(self._evaluate(iteration))
+        self._run.from_driver(None)
+        return {"time/eval_s": time.monotonic() - began}
 
     def _evaluate(self, iteration: int) -> list[EvalResult]:
         config = self._stage.eval
-        if config is None or not self._run.is_driver:
+        if config is None or self._data is None:
             return []
         return evaluate(
             self._collector,
-            self._eval_sets,
+            self._data.eval_sets,
             config,
             max_tokens=self._stage.sampling.max_response_tokens,
             run_seed=self._run.recipe.run.seed,

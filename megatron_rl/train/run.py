@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from pathlib import Path
 
 import torch
 
+from megatron_rl.data.seeds import derive_seed
+from megatron_rl.data.sft_data import SftData, load_sft_data
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.model.checkpoint import CheckpointStore, SavedState
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups
+from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups, new_driver_group
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.schema import Recipe
-from megatron_rl.recipe.stages import SftStage, Stage
+from megatron_rl.recipe.stages import SftStage
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.launcher import RankEnvironment, rank_environment
 from megatron_rl.train.policy import Policy
-from megatron_rl.train.progress import Progress, stage_length
+from megatron_rl.train.progress import Progress, stage_label, stage_length
 from megatron_rl.train.reporter import Reporter
 from megatron_rl.train.rl import run_rl
+from megatron_rl.train.rl_data import RlData, load_rl_data
 from megatron_rl.train.sft import run_sft
 
 
@@ -44,26 +48,65 @@ def run_training(loaded: LoadedRecipe, *, run_dir: Path, resume: bool) -> None:
     ) as reporter:
         layout = _set_up_process(recipe, place)
         run = _open_run(recipe, run_dir, place, layout, reporter, checkpoints, saved)
-        for index in range(progress.stage, len(recipe.stages)):
-            start = progress if index == progress.stage else Progress(stage=index)
-            _run_stage(recipe.stages[index], start, run)
-        run.policy.save_hf(str(run_dir / "model"), hf_source=recipe.model.hf_path)
+        if resume and saved is None:
+            reporter.say(f"no checkpoint in {run_dir}: starting from the beginning")
+        _run_stages(progress, run)
+        _export(run)
         reporter.finish()
     destroy_process_groups()
 
 
-def _run_stage(stage: Stage, progress: Progress, run: RunContext) -> None:
-    if progress.step == stage_length(stage):
-        return  # the checkpoint was taken at its end
+def _run_stages(progress: Progress, run: RunContext) -> None:
+    """What is left of the run. All data is read first: a broken file must not cost the stages before it."""
+    stages = run.recipe.stages
+    remaining = [
+        index
+        for index in range(progress.stage, len(stages))
+        if not (index == progress.stage and progress.step == stage_length(stages[index]))
+    ]
+    data = {index: _load_data(index, run) for index in remaining}
+    for index in remaining:
+        start = progress if index == progress.stage else Progress(stage=index)
+        stage, stage_data = stages[index], data.pop(index)
+        if isinstance(stage, SftStage):
+            assert isinstance(stage_data, SftData)
+            run_sft(stage, stage_data, start, run)
+        else:
+            assert not isinstance(stage_data, SftData)
+            run_rl(stage, stage_data, start, run)
+
+
+def _load_data(index: int, run: RunContext) -> SftData | RlData | None:
+    stage, seed = run.recipe.stages[index], run.recipe.run.seed
     if isinstance(stage, SftStage):
-        run_sft(stage, progress, run)
-    else:
-        run_rl(stage, progress, run)
+        sft = load_sft_data(
+            stage.data,
+            tokenizer=run.tokenizer,
+            max_sample_tokens=stage.max_sample_tokens,
+            seed=derive_seed(seed, index, "samples"),
+        )
+        run.reporter.say(f"{stage_label(run.recipe.stages, index)}: {sft.summary()}")
+        return sft
+    if not run.is_driver:
+        return None
+    rl = load_rl_data(stage, run.tokenizer, run_seed=seed, stage_index=index)
+    run.reporter.say(f"{stage_label(run.recipe.stages, index)}: {rl.summary()}")
+    return rl
+
+
+def _export(run: RunContext) -> None:
+    """The final weights as a Hugging Face directory; replaces that of an earlier end of the same run. Collective."""
+    out_dir = run.run_dir / "model"
+    if run.is_driver:
+        shutil.rmtree(out_dir, ignore_errors=True)
+    run.policy.save_hf(str(out_dir), hf_source=run.recipe.model.hf_path)
 
 
 def _set_up_process(recipe: Recipe, place: RankEnvironment) -> ParallelLayout:
     torch.set_num_threads(recipe.run.torch_threads)
     if recipe.run.deterministic:
+        # cuBLAS is deterministic only with a workspace of fixed size, chosen before CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if device.has_accelerator():
         torch.cuda.set_device(place.local_rank)
@@ -78,7 +121,7 @@ def _set_up_process(recipe: Recipe, place: RankEnvironment) -> ParallelLayout:
         layout,
         rank=place.rank,
         world_size=place.world_size,
-        master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_addr=_master_addr(),
         master_port=int(os.environ.get("MASTER_PORT", 0)) or _free_port(),
         timeout_s=recipe.run.collective_timeout_s,
         seed=recipe.run.seed,
@@ -112,8 +155,15 @@ def _open_run(
         tokenizer=tokenizer,
         reporter=reporter,
         checkpoints=checkpoints,
+        host=_master_addr(),
+        driver_group=new_driver_group(),
         resumed_from=saved,
     )
+
+
+def _master_addr() -> str:
+    """Address of rank 0, by torchrun's convention."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 def _free_port() -> int:

@@ -6,8 +6,7 @@ from functools import partial
 
 from megatron_rl.algo.aggregate import normaliser
 from megatron_rl.algo.losses import sft_loss
-from megatron_rl.data.seeds import derive_seed
-from megatron_rl.data.sft_data import load_sft_data
+from megatron_rl.data.sft_data import SftData
 from megatron_rl.recipe.stages import SftStage
 from megatron_rl.train.batches import local_batches
 from megatron_rl.train.context import RunContext
@@ -15,19 +14,12 @@ from megatron_rl.train.metrics import Meter, merge
 from megatron_rl.train.progress import Progress
 
 
-def run_sft(stage: SftStage, progress: Progress, run: RunContext) -> None:
+def run_sft(stage: SftStage, data: SftData, progress: Progress, run: RunContext) -> None:
     """Minimise the mean negative log-likelihood of assistant tokens, mean over the whole global batch.
 
     Every rank reads the same samples and keeps its dp share, so the normaliser needs no communication.
     """
     policy = run.policy
-    data = load_sft_data(
-        stage.data,
-        tokenizer=run.tokenizer,
-        max_sample_tokens=stage.max_sample_tokens,
-        seed=derive_seed(run.recipe.run.seed, progress.stage, "samples"),
-    )
-    run.reporter.say(f"sft data: {data.summary()}")
     run.start_stage(stage, progress, total_steps=stage.steps)
     for step in range(progress.step, stage.steps):
         meter = Meter()

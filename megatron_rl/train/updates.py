@@ -30,12 +30,20 @@ class Update:
     batches: Sequence[PackedBatch]
 
 
+def is_graded(group: RolloutGroup) -> bool:
+    """Whether the task grader judged every rollout; a group of guesses and failures must not be trained on."""
+    return all(rollout.reward.verdict.is_usable() for rollout in group.rollouts)
+
+
+def is_uninformative(group: RolloutGroup) -> bool:
+    """Whether the task grader said the same of every rollout."""
+    return is_zero_advantage([rollout.reward.verdict for rollout in group.rollouts])
+
+
 def informative_groups(groups: Sequence[RolloutGroup], *, drop_zero_advantage: bool) -> list[RolloutGroup]:
     """Groups to train on: those whose grader worked, and (if asked) whose rollouts differ in its verdict."""
-    graded = [g for g in groups if all(r.reward.verdict.is_usable() for r in g.rollouts)]
-    if not drop_zero_advantage:
-        return graded
-    return [g for g in graded if not is_zero_advantage([r.reward.verdict for r in g.rollouts])]
+    graded = [group for group in groups if is_graded(group)]
+    return [group for group in graded if not is_uninformative(group)] if drop_zero_advantage else graded
 
 
 def plan_updates(

@@ -163,6 +163,42 @@ def _packing_gradients(rank: int, world_size: int, hf_path: str) -> dict[str, fl
     }
 
 
+def _bfloat16_losses(rank: int, world_size: int, hf_path: str) -> list[float]:
+    from megatron_rl.algo.aggregate import normaliser
+    from megatron_rl.algo.losses import sft_loss
+    from megatron_rl.model.spec import ModelSpec
+    from megatron_rl.parallel.groups import init_process_groups
+    from megatron_rl.parallel.layout import ParallelLayout
+    from megatron_rl.recipe.schema import ModelConfig
+    from megatron_rl.recipe.stages import OptimizerConfig, ScheduleConfig
+    from megatron_rl.train.batches import local_batches
+    from megatron_rl.train.metrics import merge
+    from megatron_rl.train.policy import Policy
+
+    port = int(os.environ["MASTER_PORT"])
+    layout = ParallelLayout(tp=2)
+    init_process_groups(
+        layout, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, timeout_s=60
+    )
+    spec = ModelSpec.from_hf(hf_path)
+    policy = Policy(ModelConfig(hf_path=hf_path, dtype="bfloat16"), spec, layout, rank=rank)
+    policy.start_stage(OptimizerConfig(lr=1e-2), ScheduleConfig(), total_steps=10)
+    samples = _samples(spec.vocab_size)
+    batches = local_batches(samples, layout, dp_rank=0, tokens_per_microbatch=400)
+    loss = partial(sft_loss, normaliser=normaliser(samples, "token_mean"))
+    losses = []
+    for _ in range(5):
+        losses.append(merge(policy.forward_backward(batches, loss))["sft/loss"])
+        policy.optimizer_step()
+    return losses
+
+
+def test_a_bfloat16_model_trains_on_float32_master_weights(tmp_path: Path) -> None:
+    hf_path = str(make_tiny_hf(tmp_path / "hf"))
+    losses, _ = run_distributed(_bfloat16_losses, 2, hf_path)
+    assert losses[-1] < losses[0] - 1.0, losses
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_every_gradient_of_a_packed_batch_equals_the_one_by_one_gradient(tmp_path: Path, family: str) -> None:
     hf_path = str(make_tiny_hf(tmp_path / "hf", family=family))

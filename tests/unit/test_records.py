@@ -75,9 +75,9 @@ def test_numbers_that_are_not_finite_become_null_and_are_counted(tmp_path):
 def test_a_resumed_run_drops_what_its_checkpoint_does_not_know(tmp_path):
     records = RunRecords(tmp_path)
     log(records, 0, 1, 2)
-    records.write_eval(evaluation(3))
+    records.write_eval(evaluation(3), board=True)
     log(records, 3, 4)
-    records.write_eval(evaluation(5))
+    records.write_eval(evaluation(5), board=True)
     records.close()
     resumed = RunRecords(tmp_path, last_step=2)
     assert resumed.last_step == 2
