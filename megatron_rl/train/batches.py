@@ -24,13 +24,21 @@ def local_batches(
         dp=layout.dp,
         tokens_per_microbatch=tokens_per_microbatch,
         pad_multiple=pad_multiple,
-        # an interleaved pipeline runs micro-batches in rounds of pp
-        multiple_of=layout.pp if layout.vpp > 1 else 1,
+        multiple_of=microbatch_multiple(layout),
     )[dp_rank]
     if layout.pp == 2 and layout.vpp > 1:
         longest = max(sum(samples[i].packed_length for i in indices) for indices in plan)
         pad_multiple *= -(-max(longest, 2) // pad_multiple)
     return [pack_microbatch(samples, indices, pad_multiple=pad_multiple) for indices in plan]
+
+
+def microbatch_multiple(layout: ParallelLayout) -> int:
+    """Counts of micro-batches that the pipeline can run are multiples of this.
+
+    An interleaved pipeline runs them in rounds of pp; with a single round megatron-core 0.16.1 never gets from its
+    warm-up to its first backward pass over gloo (seen at pp 2), with two it does.
+    """
+    return 2 * layout.pp if layout.vpp > 1 else 1
 
 
 def split_updates(groups: Sequence[RolloutGroup], *, groups_per_update: int) -> list[list[RolloutGroup]]:

@@ -10,6 +10,7 @@ from megatron_rl.data.pack import pack, unpack_per_token
 from megatron_rl.data.types import TrainSample
 from megatron_rl.reshard.verify import parity_bound, parity_report
 from megatron_rl.rollout.engine import RolloutEngine
+from megatron_rl.train.batches import microbatch_multiple
 from megatron_rl.train.context import RunContext
 
 
@@ -49,8 +50,6 @@ class ParityProbe:
             tokens_per_microbatch=len(self._sample.token_ids) + layout.tp,
             pad_multiple=layout.tp if layout.sp else 1,
         )
-        # an interleaved pipeline runs micro-batches in rounds of pp
-        copies = layout.pp if layout.vpp > 1 else 1
-        logprobs = self._run.policy.logprobs([batch] * copies)[0]
+        logprobs = self._run.policy.logprobs([batch] * microbatch_multiple(layout))[0]
         values: list[float] = unpack_per_token(batch, logprobs)[0].to(torch.float64).tolist()
         return values

@@ -139,7 +139,7 @@ def test_whole_files_leave_nothing_half_written_beside_them(tmp_path):
 def test_the_board_holds_the_same_numbers(tmp_path):
     records = RunRecords(tmp_path)
     log(records, 0, 1)
-    records.write_eval(evaluation(0))
+    records.write_eval(evaluation(0), board=True)
     records.close()
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
