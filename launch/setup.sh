@@ -30,9 +30,8 @@ find_python() {
 quietly() {
     "$@" >>.venv/setup.log 2>&1 </dev/null && return
     tail -n 40 .venv/setup.log >&2
-    if grep -q 'No matching distribution found for torch==' .venv/setup.log; then
-        echo "the CPU build of torch is on PyTorch's own package index: set PIP_EXTRA_INDEX_URL to it" >&2
-    fi
+    hint="the CPU build of torch is on PyTorch's own package index: set PIP_EXTRA_INDEX_URL to it"
+    grep -q 'No matching distribution found for torch==' .venv/setup.log && echo "$hint" >&2
     echo "error: failed: $*; all output: .venv/setup.log" >&2
     exit 1
 }
@@ -49,7 +48,7 @@ rm -f .venv/setup-stamp .venv/setup.log
 [[ -x .venv/bin/python ]] || quietly "$python" -m venv .venv
 
 if [[ $kind == cpu ]]; then
-    # the list is complete and its pins fit together: resolving them again would pull in what it leaves out
+    # the list is complete: resolving dependencies would pull in what it leaves out
     install --no-deps -r "$requirements"
 else
     grep -vE '^(transformer-engine|flash-attn)' "$requirements" >.venv/first.txt

@@ -28,6 +28,8 @@ from megatron_rl.train.parity import ParityProbe
 from megatron_rl.train.progress import Progress
 from megatron_rl.train.rl_data import RlData
 
+ENGINES = {"vllm": VllmEngine.start}  # engine.kind of the recipe: how to start it
+
 
 class RlSession:
     """A context manager: entering starts the engines and gives them the weights; leaving stops every process."""
@@ -61,7 +63,7 @@ class RlSession:
                 stage.rewards, workers=stage.grader.workers, timeout_s=stage.grader.timeout_s
             )
             opening.callback(grader.close)
-            engine = VllmEngine.start(
+            engine = ENGINES[stage.engine.kind](
                 stage.engine,
                 hf_path=run.recipe.model.hf_path,
                 dtype=run.recipe.model.dtype,
