@@ -108,7 +108,9 @@ class EngineConfig:
     port: NonNegativeInt = 0  # base port of weight transfer; 0: any free one
     max_concurrent: PositiveInt = 256  # sequences decoded at once by one engine
     kv_cache_gib: PositiveInt = 1  # CPU: size of the KV cache
-    gpu_memory_fraction: Probability = 0.85  # GPU: share of memory that the engine may take
+    # GPU: share of all memory of each of its GPUs that an engine takes for weights and KV cache. Trainer ranks
+    # live on the same GPUs, so leave them the rest: weights, gradients, optimizer state, activations
+    gpu_memory_fraction: Probability = 0.85
     start_timeout_s: PositiveFloat = 300.0
     request_timeout_s: PositiveFloat = 600.0
     parity_bound: PositiveFloat | None = None  # largest allowed log-prob gap; none: 1e-4 fp32, 0.2 bf16

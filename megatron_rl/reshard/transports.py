@@ -81,11 +81,19 @@ class GlooGroup:
 def open_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
     """The meeting point of a group, kept by its rank 0. Port 0 takes a free one (`store.port` tells which).
 
-    Raises ReshardError naming the port when it is taken.
+    With `LOOPBACK` it listens there alone, for whoever reaches the port can read and write the store; with
+    any other host on all addresses of this machine, so that other machines can join. Raises ReshardError
+    naming the port when it is taken.
     """
+    listener: int | None = None
     try:
-        return TCPStore(host, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
-    except RuntimeError as error:
+        if host == LOOPBACK:
+            with socket.create_server((host, port)) as server:
+                port = server.getsockname()[1]
+                listener = server.detach()  # the store closes it
+        timeout = timedelta(seconds=timeout_s)
+        return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener)
+    except (OSError, RuntimeError) as error:
         raise ReshardError(
             f"engine.port: cannot listen on {host}:{port} ({_first_line(error)}); free it, or set "
             f"engine.port to 0"
@@ -100,32 +108,33 @@ def make_group(
     Rank 0 passes the store from `open_store`. Raises ReshardError naming the rank when the others do not
     come.
     """
-    timeout = timedelta(seconds=timeout_s)
+    timeout, own = timedelta(seconds=timeout_s), _own_address(host, port)
     try:
         if store is None:
             store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
         gloo: Any = ProcessGroupGloo  # nor its options
         options = gloo._Options()
         # gloo's default device resolves the host name, which on many laptops and containers leads nowhere
-        device = ProcessGroupGloo.create_device(hostname=_own_address(host, port))
+        device = ProcessGroupGloo.create_device(hostname=own)
         options._devices, options._timeout, options._threads = [device], timeout, 2
         group = ProcessGroupGloo(PrefixStore("weights", store), rank, world, options)
     except RuntimeError as error:
         raise ReshardError(
-            f"weight transfer: rank {rank} of {world} could not join the group at {host}:{port} within "
-            f"{timeout_s:.0f} s: {_first_line(error)}"
+            f"weight transfer: rank {rank} of {world} at {own} could not join the group at {host}:{port} "
+            f"within {timeout_s:.0f} s: {_first_line(error)}"
         ) from error
     return GlooGroup(group, store, rank, timeout)
 
 
 def _own_address(host: str, port: int) -> str:
     """The local address from which `host` is reached; connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, port))
-        except OSError as error:
-            raise ReshardError(f"weight transfer: no route to {host}:{port}: {error}") from error
-        return str(probe.getsockname()[0])
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ReshardError(f"weight transfer: no route to {host}:{port}: {error}") from error
 
 
 def _first_line(error: BaseException) -> str:

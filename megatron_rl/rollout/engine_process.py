@@ -32,7 +32,8 @@ class EngineProcess:
         self._life, their_life = socket.socketpair()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         fds = (theirs.fileno(), their_life.fileno())
-        with open(log_path, "wb") as log, theirs, their_life:
+        with open(log_path, "ab") as log, theirs, their_life:
+            self._log_start = log.tell()  # what stands before is of earlier processes
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -76,6 +77,7 @@ class EngineProcess:
                 self._wait(_STOP_GRACE_S)
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)  # a stopped process hears nothing until it goes on
             self._wait(_STOP_GRACE_S)
         # always: workers of a leader that is gone are still in its group
         self._signal(signal.SIGKILL)
@@ -86,9 +88,7 @@ class EngineProcess:
     def _exchange(self, message: Message, *, timeout_s: float, doing: str) -> Message:
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
-            raise EngineError(
-                f"{self.name}: still busy with another command after {timeout_s:.0f} s ({doing})"
-            )
+            raise EngineError(f"{self.name}: still busy with another command after {timeout_s:g} s ({doing})")
         try:
             if self._broken is not None:
                 raise EngineError(self._broken)
@@ -105,11 +105,15 @@ class EngineProcess:
     def _round_trip(self, message: Message, *, deadline: float, timeout_s: float, doing: str) -> Message:
         self._next_id += 1
         try:
-            send_message(self._sock, {"id": self._next_id, **message})
+            send_message(
+                self._sock,
+                {"id": self._next_id, **message},
+                timeout_s=max(0.0, deadline - time.monotonic()),
+            )
             return recv_message(self._sock, timeout_s=max(0.0, deadline - time.monotonic()))
         except WireTimeout as error:
             self._broken = (
-                f"{self.name}: did not answer within {timeout_s:.0f} s while {doing}; {self._log_tail()}"
+                f"{self.name}: did not answer within {timeout_s:g} s while {doing}; {self._log_tail()}"
             )
             raise EngineError(self._broken) from error
         except WireClosed as error:
@@ -125,7 +129,9 @@ class EngineProcess:
 
     def _log_tail(self) -> str:
         try:
-            lines = self.log_path.read_text(errors="replace").splitlines()
+            with open(self.log_path, "rb") as log:
+                log.seek(self._log_start)
+                lines = log.read().decode(errors="replace").splitlines()
         except OSError as error:
             return f"log {self.log_path} cannot be read: {error}"
         tail = "\n".join("    " + line[:300] for line in lines[-_LOG_TAIL_LINES:])

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import torch
+
 from megatron_rl.data.types import Completion, Finish
 from megatron_rl.errors import EngineError
 from megatron_rl.model.spec import ModelSpec
+from megatron_rl.platform.device import has_accelerator
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.reshard.tables import check_target
+from megatron_rl.rollout.devices import replica_devices
 from megatron_rl.rollout.engine import GenerateRequest
 from megatron_rl.rollout.engine_process import EngineProcess
 
@@ -50,7 +54,8 @@ class VllmEngine:
 
         `dtype` is `float32` or `bfloat16`, `max_model_len` the tokens of prompt plus response, `threads` the
         CPU threads of one worker. Raises EngineError naming the replica, its exit code and the end of its
-        log, or the configured port if it is taken; LayoutError if the model does not fit `engine.tp`.
+        log, the configured port if it is taken, or the GPUs that are missing: replicas do not share them.
+        LayoutError if the model does not fit `engine.tp`.
         """
         check_target(spec, tp=config.tp)
         if max_model_len > spec.max_positions:
@@ -72,10 +77,15 @@ class VllmEngine:
             "kv_cache_gib": config.kv_cache_gib,
             "gpu_memory_fraction": config.gpu_memory_fraction,
         }
+        devices = _devices(config)
         try:
             for index in range(config.replicas):
                 engine._replicas.append(EngineProcess(index, Path(log_dir) / f"engine_{index}.log"))
-            ready = engine._all(lambda replica: replica.start(message, timeout_s=config.start_timeout_s))
+            ready = engine._all(
+                lambda replica: replica.start(
+                    {**message, "devices": devices[replica.replica]}, timeout_s=config.start_timeout_s
+                )
+            )
         except BaseException:
             engine.close()
             raise
@@ -197,7 +207,7 @@ class VllmEngine:
             weight_version=self._weight_version,
             requests=[_to_wire(request) for request in block],
         )
-        return [Completion(**{**answer, "finish": Finish(answer["finish"])}) for answer in answers]
+        return [completion_from_wire(answer, replica=replica.name) for answer in answers]
 
     def _all(self, step: Callable[[EngineProcess], T]) -> list[T]:
         return self._together([self._threads.submit(step, replica) for replica in self._replicas])
@@ -217,6 +227,25 @@ class VllmEngine:
             if future.done() and (error := future.exception()):
                 raise error
         return [future.result() for future in futures]
+
+
+def completion_from_wire(answer: Mapping[str, Any], *, replica: str) -> Completion:
+    """One answer of a worker. Raises EngineError naming `replica` for a finish reason that we do not know."""
+    try:
+        finish = Finish(answer["finish"])
+    except ValueError as error:
+        raise EngineError(
+            f"{replica}: a completion of {len(answer['token_ids'])} tokens ended with finish reason "
+            f"{answer['finish']!r}, known are {', '.join(known.value for known in Finish)}; its log may say why"
+        ) from error
+    return Completion(**{**answer, "finish": finish})
+
+
+def _devices(config: EngineConfig) -> Sequence[Sequence[int] | None]:
+    """Of each replica the devices it may use, None where there is no accelerator."""
+    if not has_accelerator():
+        return [None] * config.replicas
+    return replica_devices(replicas=config.replicas, tp=config.tp, visible=torch.cuda.device_count())
 
 
 def _to_wire(request: GenerateRequest) -> dict[str, Any]:

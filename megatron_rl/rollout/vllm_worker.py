@@ -7,8 +7,8 @@ its own session, so ending its process group ends vLLM's workers as well.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
-import select
 import signal
 import socket
 import sys
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.rollout.devices import visible_devices
 from megatron_rl.rollout.vllm_plugin import BACKEND, register
 from megatron_rl.rollout.wire import Message, WireClosed, recv_message, send_message
 
@@ -36,12 +37,18 @@ def main() -> int:
     for owned in (sock, life):
         owned.set_inheritable(False)
     threading.Thread(target=_die_with_owner, args=(life, os.getppid()), daemon=True).start()
+    # the log is appended to: this line parts what earlier processes wrote from what follows
+    print(f"--- engine process {os.getpid()} started {time.strftime('%Y-%m-%d %H:%M:%S %z')}", flush=True)
     try:
         start = recv_message(sock)
         began = time.monotonic()
         server = EngineServer(_build_llm(start), start["tp"])
         send_message(sock, {"id": start["id"], "ready": {**_versions(), "start_s": time.monotonic() - began}})
         server.serve(sock)
+        if start["tp"] == 1:
+            # taking vLLM apart costs seconds and frees nothing that the end of a lone process does not
+            sys.stdout.flush()
+            os._exit(0)
     except WireClosed:
         return 0
     except Exception as error:  # whatever it is, the owner must hear of it
@@ -57,9 +64,14 @@ def _die_with_owner(life: socket.socket, owner: int) -> None:
     The parent is asked as well because a child that the owner forked may keep the socket open after its
     death.
     """
+    life.settimeout(1.0)
     while os.getppid() == owner:
-        readable, _, _ = select.select([life], [], [], 1.0)
-        if readable and not life.recv(1):
+        try:
+            if not life.recv(1):
+                break
+        except TimeoutError:
+            continue
+        except OSError:
             break
     print("owner is gone, ending this engine", file=sys.stderr, flush=True)
     if os.getpgrp() == os.getpid():
@@ -75,25 +87,38 @@ def _set_environment(start: Message) -> None:
             "VLLM_CPU_KVCACHE_SPACE": str(start["kv_cache_gib"]),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with the trainer
             "VLLM_CPU_CI_ENV": "1",  # no warm-up on CPU: nothing is compiled
+            "VLLM_DO_NOT_TRACK": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "OMP_NUM_THREADS": str(start["threads"]),
             "HF_HUB_OFFLINE": "1",  # a model is a directory, never a download
             "TOKENIZERS_PARALLELISM": "false",
         }
     )
+    if start["devices"] is None:
+        # eager mode leaves the sampler compiled, which costs a C++ compiler run at the first sample
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    else:
+        inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(start["devices"], inherited)
 
 
 def _build_llm(start: Message) -> Any:
     _set_environment(start)
-    import torch
+    gc.disable()  # importing vLLM makes objects that stay; looking through them is a tenth of the start
+    try:
+        return _load_llm(start)
+    finally:
+        gc.enable()
+
+
+def _load_llm(start: Message) -> Any:
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
     register()
-    on_cpu = not torch.cuda.is_available()
     device: dict[str, Any] = (
         {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
-        if on_cpu
+        if start["devices"] is None
         else {
             "gpu_memory_utilization": start["gpu_memory_fraction"],
         }
@@ -146,7 +171,13 @@ class EngineServer:
             except Exception as error:  # the owner decides what a failed command means
                 traceback.print_exc()
                 answer = {"error": {"kind": "engine", "message": _one_line(error)}}
-            send_message(sock, {"id": message["id"], **answer})
+            try:
+                send_message(sock, {"id": message["id"], **answer})
+            except WireClosed:
+                raise
+            except EngineError as error:  # an answer too large to send; the owner waits for one all the same
+                refusal = {"kind": "engine", "message": _one_line(error)}
+                send_message(sock, {"id": message["id"], "error": refusal})
 
     def _status(self, message: Message) -> Message:
         return {"weight_version": self._version, "stale": self._stale}

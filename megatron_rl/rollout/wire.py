@@ -27,15 +27,29 @@ class WireTimeout(EngineError):
     """The other end did not finish a message in time; the connection cannot be used again."""
 
 
-def send_message(sock: socket.socket, message: Message) -> None:
-    """Raises WireClosed when nobody reads any more."""
+def send_message(sock: socket.socket, message: Message, *, timeout_s: float | None = None) -> None:
+    """Send all of `message`; `timeout_s` bounds all of it, None waits for ever.
+
+    Raises WireClosed when the other end is gone, WireTimeout when it does not read, and EngineError, with
+    nothing sent, when the message is larger than the other end accepts.
+    """
     payload = json.dumps(message, separators=(",", ":")).encode()
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise EngineError(
+            f"wire: a message of {len(payload)} bytes cannot be sent, at most {MAX_MESSAGE_BYTES} are allowed; "
+            f"send fewer requests at once"
+        )
     try:
+        if timeout_s is not None and timeout_s <= 0:
+            raise TimeoutError
+        sock.settimeout(timeout_s)
         sock.sendall(_LENGTH.pack(len(payload)) + payload)
     except TimeoutError as error:
-        raise WireTimeout(f"wire: sending {len(payload)} bytes timed out") from error
+        raise WireTimeout(f"wire: {len(payload)} bytes were not taken in time") from error
     except OSError as error:
         raise WireClosed(f"wire: connection lost while sending: {error}") from error
+    finally:
+        sock.settimeout(None)
 
 
 def recv_message(sock: socket.socket, *, timeout_s: float | None = None) -> Message:

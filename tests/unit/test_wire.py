@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from megatron_rl.errors import EngineError
+from megatron_rl.rollout import wire
 from megatron_rl.rollout.wire import WireClosed, WireTimeout, recv_message, send_message
 
 
@@ -49,6 +50,26 @@ def test_a_slow_sender_times_out_even_when_bytes_keep_coming(pair):
     pair[0].sendall(struct.pack("<Q", 10) + b"{")
     with pytest.raises(WireTimeout, match="1 of 10 bytes"):
         recv_message(pair[1], timeout_s=0.05)
+
+
+def test_sending_to_one_who_never_reads_ends_in_time(pair):
+    with pytest.raises(WireTimeout, match=r"\d{7} bytes were not taken in time"):
+        send_message(pair[0], {"token_ids": [1234] * 1_000_000}, timeout_s=0.05)
+
+
+def test_no_time_left_is_a_timeout_and_sends_nothing(pair):
+    with pytest.raises(WireTimeout):
+        send_message(pair[0], {"id": 1}, timeout_s=0.0)
+    send_message(pair[0], {"id": 2})
+    assert recv_message(pair[1], timeout_s=5) == {"id": 2}
+
+
+def test_a_message_too_large_to_be_accepted_is_refused_before_a_byte_leaves(pair, monkeypatch):
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 20)
+    with pytest.raises(EngineError, match="30 bytes cannot be sent, at most 20 are allowed"):
+        send_message(pair[0], {"text": "more than that fits"})
+    send_message(pair[0], {"id": 1})
+    assert recv_message(pair[1], timeout_s=5) == {"id": 1}
 
 
 def test_sending_to_nobody_is_an_error(pair):

@@ -1,0 +1,69 @@
+"""An engine process that stops or dies is an error in time, told from its own part of the log. Without vLLM."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout.engine_process import EngineProcess
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(): a process that waits for its first message; all append to one log."""
+    started = []
+
+    def one():
+        process = EngineProcess(3, tmp_path / "logs" / "engine_3.log")
+        started.append(process)
+        wait_for_log(process, f"--- engine process {process.pid} started 20")
+        return process
+
+    yield one
+    for process in started:
+        process.close()
+
+
+def wait_for_log(process, text):
+    deadline = time.monotonic() + 60
+    while text not in process.log_path.read_text():
+        assert time.monotonic() < deadline, process.log_path.read_text()
+        time.sleep(0.02)
+
+
+def test_a_stopped_engine_that_takes_no_bytes_is_an_error_in_time_and_can_be_closed(start):
+    process = start()
+    os.kill(process.pid, signal.SIGSTOP)
+    message = [{"prompt_token_ids": [1234] * 1_000_000}]
+    expected = rf"engine replica 3 \(pid {process.pid}\): did not answer within 0\.3 s while generate"
+    for _ in range(2):  # half a message went out: the second must not follow it
+        with pytest.raises(EngineError, match=expected):
+            process.ask("generate", timeout_s=0.3, requests=message)
+    process.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_a_message_that_cannot_be_sent_leaves_the_engine_usable(start, monkeypatch):
+    process = start()
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_rl.rollout.wire.MAX_MESSAGE_BYTES", 100)
+        with pytest.raises(EngineError, match="at most 100 are allowed"):
+            process.ask("generate", timeout_s=5, requests=["x" * 100])
+    # it still reads: this is no start message, and it says so
+    with pytest.raises(EngineError, match=r"failed: KeyError: 'kv_cache_gib'"):
+        process.start({"devices": None}, timeout_s=60)
+
+
+def test_the_log_keeps_earlier_starts_and_an_error_shows_only_its_own(start):
+    first = start()
+    first.close()
+    second = start()
+    os.kill(second.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"died \(signal SIGKILL\)") as error:
+        second.ask("generate", timeout_s=30)
+    assert f"engine process {second.pid} started" in str(error.value)
+    assert f"engine process {first.pid} started" not in str(error.value)
+    assert f"engine process {first.pid} started" in second.log_path.read_text()

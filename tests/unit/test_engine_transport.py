@@ -1,0 +1,62 @@
+"""Where the weight channel listens, and that every member can meet at an address that is not loopback."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megatron_rl.errors import ReshardError
+from megatron_rl.reshard.transports import LOOPBACK, make_group, open_store
+
+# Linux answers on all of 127/8; these two are not the one that `LOOPBACK` names
+HOST, ANOTHER = "127.0.0.2", "127.0.0.3"
+
+
+def reaches(address, port):
+    try:
+        socket.create_connection((address, port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_a_store_on_loopback_is_hidden_from_other_addresses():
+    store = open_store(LOOPBACK, 0, timeout_s=5.0)
+    assert reaches(LOOPBACK, store.port)
+    assert not reaches(ANOTHER, store.port)
+
+
+def test_a_store_for_other_hosts_listens_on_every_address():
+    store = open_store(HOST, 0, timeout_s=5.0)
+    assert reaches(HOST, store.port)
+    assert reaches(ANOTHER, store.port)
+
+
+@pytest.mark.parametrize("host", [LOOPBACK, HOST, "localhost"])
+def test_members_meet_at_the_host_they_are_given(host):
+    store = open_store(host, 0, timeout_s=20.0)
+    with ThreadPoolExecutor(2) as pool:
+        joining = [
+            pool.submit(make_group, host, store.port, rank, 2, 20.0, store=store if rank == 0 else None)
+            for rank in (0, 1)
+        ]
+        sender, receiver = [member.result() for member in joining]
+    arrived = torch.zeros(3, dtype=torch.uint8)
+    receiving = receiver.recv(arrived, 0)
+    sender.send(torch.tensor([1, 2, 3], dtype=torch.uint8), 1).wait()
+    receiving.wait()
+    assert arrived.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("host", [LOOPBACK, HOST])
+def test_a_taken_port_names_the_setting(host):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ReshardError, match=rf"engine\.port: cannot listen on {host}:{port}"):
+            open_store(host, port, timeout_s=5.0)
+
+
+def test_an_unknown_host_is_named():
+    with pytest.raises(ReshardError, match=r"no route to nowhere\.invalid:1"):
+        make_group("nowhere.invalid", 1, 0, 2, 5.0)
