@@ -6,6 +6,7 @@ Heavy packages are imported by the commands that need them: `check` answers with
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
 import traceback
@@ -18,9 +19,11 @@ from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
 from megatron_rl.recipe.summary import summary_data, summary_table
 from megatron_rl.train import launcher
-from megatron_rl.train.run_dir import LOGS, choose_run_dir
+from megatron_rl.train.run_dir import LOGS, choose_run_dir, make_run_dir
 
 USER_ERROR, INTERRUPTED = 2, 130
+# what a disk or its owner refuses; without a file name, other OS errors are ours (a lost connection, a bad handle)
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,17 +33,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
         return code
     except MegatronRLError as error:
-        if not launcher.report_failure(str(error), exit_code=USER_ERROR):
-            print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+        return _user_error(str(error))
     except KeyboardInterrupt:
         if not launcher.is_launched():
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and (error.filename is not None or error.errno in _DISK_ERRORS):
+            return _user_error(_about_a_file(error))
         if not launcher.report_failure(traceback.format_exc(), exit_code=1):
             raise
         return 1
+
+
+def _user_error(message: str) -> int:
+    if not launcher.report_failure(message, exit_code=USER_ERROR):
+        print(f"error: {message}", file=sys.stderr)
+    return USER_ERROR
+
+
+def _about_a_file(error: OSError) -> str:
+    names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    place = names or "a file of this run"
+    return (
+        f"{place}: {error.strerror or error}; check that it can be read or written and that its disk has room"
+    )
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -59,6 +76,7 @@ def _train(args: argparse.Namespace) -> int:
     # the other ranks would see what rank 0 has written already
     if rank is None or rank.rank == 0:
         run_dir = choose_run_dir(args.run_dir, name=loaded.recipe.name, resume=args.resume)
+        make_run_dir(run_dir)
     if rank is None and world_size > 1:
         command = [sys.executable, "-m", "megatron_rl", "train", args.recipe, "--run-dir", str(run_dir)]
         command += ["--resume"] * args.resume + args.overrides

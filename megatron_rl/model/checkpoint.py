@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.model import checkpoint_files as files
 from megatron_rl.model.checkpoint_files import SavedState
 from megatron_rl.model.checkpoint_tensors import Prepared, prepare_sharded, read_sharded, write_sharded
+from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.schema import Recipe
 
 __all__ = ["CheckpointStore", "SavedState", "Trainable"]
@@ -47,6 +49,9 @@ class SteppedOptimizer(Protocol):
 
 class Trainable(Protocol):
     """What is saved: DDP-wrapped model chunks of this rank and the optimizer of the current stage."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
 
     @property
     def ddp_chunks(self) -> Sequence[nn.Module]: ...
@@ -79,18 +84,19 @@ class CheckpointStore:
     def save(self, policy: Trainable, progress: Mapping[str, Any]) -> None:
         """Write a checkpoint and publish it at once or not at all. Collective.
 
-        `progress` is plain JSON with the numbers `stage` and `step`; rank 0's is stored. When any rank fails,
-        every rank raises CheckpointError; the unfinished checkpoint is removed, earlier ones stay.
+        `progress` is plain JSON with the numbers `stage` and `step`; rank 0's is stored. An optimizer that has
+        not stepped has no state yet and none is stored. When any rank fails, every rank raises CheckpointError;
+        the unfinished checkpoint is removed (also on Ctrl-C or SIGTERM), earlier ones stay.
         """
         name = files.checkpoint_name(progress)
         directory = self._root / f".tmp-{name}"
-        self._together("making room", lambda: self._start(progress, name), rank=0)
         try:
+            self._together("making room", lambda: self._start(policy, progress, name), rank=0)
             states = self._together("gathering state", lambda: _sharded_states(policy))
             prepared = self._together("checking state", lambda: _prepared(states))
             self._together("writing", lambda: self._write(prepared, directory))
             self._together("publishing", lambda: self._publish(policy, progress, directory), rank=0)
-        except CheckpointError:
+        except BaseException:
             if self._rank == 0:
                 shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -99,8 +105,10 @@ class CheckpointStore:
         """Fill the model chunks from a checkpoint of any layout. Collective.
 
         Comes before the optimizer is built, which copies the weights. Raises CheckpointError naming what is
-        missing, unexpected or unreadable.
+        missing, unexpected or unreadable, and for a checkpoint of another model.
         """
+        # megatron-core reads an embedding of any number of rows: its padding differs with the layout
+        files.check_same_model(saved, _flat_spec(policy))
         loaded = read_sharded(_model_state(policy), saved.path / _MODEL_DIR)
         for number, chunk in enumerate(policy.ddp_chunks):
             _unwrapped(chunk).load_state_dict(loaded[f"model{number}"])
@@ -108,8 +116,11 @@ class CheckpointStore:
     def load_optimizer(self, policy: Trainable, saved: SavedState) -> None:
         """Fill a new optimizer, its step count included, from a checkpoint of any layout. Collective.
 
-        Raises CheckpointError when the checkpoint holds none or another one: it is never started anew.
+        One saved before its first step leaves the new one as it is. Otherwise raises CheckpointError when the
+        checkpoint holds none or another one: it is never started anew.
         """
+        if saved.optimizer_steps == 0:
+            return
         optimizer = policy.optimizer
         state = optimizer.inner.sharded_state_dict(
             _model_state(policy), is_loading=True, metadata=dict(_OPTIMIZER_FORMAT)
@@ -118,11 +129,11 @@ class CheckpointStore:
         optimizer.inner.load_state_dict(loaded["optimizer"])
         optimizer.num_steps = saved.optimizer_steps
 
-    def _start(self, progress: Mapping[str, Any], name: str) -> None:
+    def _start(self, policy: Trainable, progress: Mapping[str, Any], name: str) -> None:
         if json.loads(json.dumps(progress)) != progress:
             raise CheckpointError(f"progress: got {progress!r}, must be plain JSON: text keys, no tuples")
         directory = files.start_checkpoint(self._root, name)
-        for part in (_MODEL_DIR, _OPTIMIZER_DIR):
+        for part in [_MODEL_DIR] + [_OPTIMIZER_DIR] * (policy.optimizer.num_steps > 0):
             (directory / part).mkdir()
 
     def _write(self, prepared: Mapping[str, Prepared], directory: Path) -> None:
@@ -136,6 +147,7 @@ class CheckpointStore:
             progress=progress,
             optimizer_steps=policy.optimizer.num_steps,
             recipe=self._recipe,
+            model=_flat_spec(policy),
             versions={package: version(package) for package in ("torch", "megatron-core")},
         )
         files.retain_newest(self._root, self._keep)
@@ -175,8 +187,15 @@ class CheckpointStore:
 
 def _sharded_states(policy: Trainable) -> dict[str, dict[str, Any]]:
     model = _model_state(policy)
+    if policy.optimizer.num_steps == 0:
+        return {_MODEL_DIR: model}
     optimizer = policy.optimizer.inner.sharded_state_dict(model, metadata=dict(_OPTIMIZER_FORMAT))
     return {_MODEL_DIR: model, _OPTIMIZER_DIR: {"optimizer": optimizer}}
+
+
+def _flat_spec(policy: Trainable) -> dict[str, Any]:
+    """The model's numbers as JSON gives them back."""
+    return dict(json.loads(json.dumps(asdict(policy.spec))))
 
 
 def _prepared(states: Mapping[str, dict[str, Any]]) -> dict[str, Prepared]:

@@ -1,6 +1,7 @@
 """Checkpoint directories of a run: names, the state file, atomic publishing, retention. No tensors.
 
     ROOT/stage_0_step_000050/{state.json, model/, optimizer/}   complete: it got this name by one rename
+                                                                (no optimizer/ before its first step)
     ROOT/latest                                                 the name of the newest one
     ROOT/.tmp-NAME, ROOT/.old-NAME                              being written, being deleted: never read
 
@@ -27,6 +28,7 @@ STATE_FILE = "state.json"
 LATEST_FILE = "latest"
 _FORMAT = 1
 _NAME = re.compile(r"stage_(\d+)_step_(\d+)")
+_STAGE_KEY = re.compile(r"stages\.(\d+)\.")
 _LEFTOVERS = (".tmp-*", ".old-*")
 _SHOWN = 8  # names an error lists before it counts the rest
 
@@ -52,6 +54,7 @@ class SavedState:
     progress: Mapping[str, Any]      # what was given to `save`, plain JSON
     optimizer_steps: int             # optimizer steps of the stage so far
     recipe: Mapping[str, Any]        # dotted key: value, of the run that saved it
+    model: Mapping[str, Any]         # the numbers of its ModelSpec
 
 
 def flat_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -87,6 +90,7 @@ def publish_checkpoint(
     progress: Mapping[str, Any],
     optimizer_steps: int,
     recipe: Mapping[str, Any],
+    model: Mapping[str, Any],
     versions: Mapping[str, str],
 ) -> Path:
     """Complete the checkpoint that was written into `directory`, give it its name, and make it the latest.
@@ -99,6 +103,7 @@ def publish_checkpoint(
         "progress": progress,
         "optimizer_steps": optimizer_steps,
         "recipe": recipe,
+        "model": model,
         "versions": versions,
         "files": _inventory(directory),
     }
@@ -162,6 +167,7 @@ def read_state(path: Path) -> SavedState:
             progress=dict(state["progress"]),
             optimizer_steps=int(state["optimizer_steps"]),
             recipe=dict(state["recipe"]),
+            model=dict(state["model"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: not a complete state of a checkpoint: {error!r}; {advice}") from None
@@ -175,27 +181,52 @@ def read_state(path: Path) -> SavedState:
 
 
 def check_same_recipe(saved: SavedState, recipe: Mapping[str, Any]) -> None:
-    """Raises CheckpointError listing each key that decides results and differs from the saved run's."""
-    was, now = _decisive(saved.recipe), _decisive(recipe)
-    different = [
+    """Raises CheckpointError listing each key that decided results so far and differs from the saved run's.
+
+    Stages after the saved one have not begun: they may be mended, added or removed.
+    """
+    stage = int(saved.progress["stage"])
+    different = _differences(_decisive(saved.recipe, stage), _decisive(recipe, stage))
+    if different:
+        raise CheckpointError(
+            f"{saved.path}: was saved by another recipe ({_list(different, '; ')}); set these back, or start "
+            "a new run; only later stages, the layout, engines, checkpointing and micro-batch sizes may change in "
+            "a resume"
+        )
+
+
+def check_same_model(saved: SavedState, model: Mapping[str, Any]) -> None:
+    """Raises CheckpointError listing each number in which the model of this run differs from the saved one."""
+    different = _differences(saved.model, model)
+    if different:
+        raise CheckpointError(
+            f"{saved.path}: holds another model than model.hf_path ({_list(different, '; ')}); put the model back "
+            "that the run began with, or start a new run"
+        )
+
+
+def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
         f"{key}: was {json.dumps(was[key]) if key in was else 'not set'}, "
         f"is {json.dumps(now[key]) if key in now else 'not set'}"
         for key in sorted(was.keys() | now.keys())
         if key not in was or key not in now or was[key] != now[key]
     ]
-    if different:
-        raise CheckpointError(
-            f"{saved.path}: was saved by another recipe ({_list(different, '; ')}); set these back, or start "
-            "a new run; only the layout, engines, checkpointing and micro-batch sizes may change in a resume"
-        )
 
 
-def _decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def _decisive(recipe: Mapping[str, Any], last_stage: int) -> dict[str, Any]:
     return {
         key: value
         for key, value in recipe.items()
         if not any(fnmatch.fnmatchcase(key, pattern) for pattern in _PLACEMENT)
+        and _stage_of(key) <= last_stage
     }
+
+
+def _stage_of(key: str) -> int:
+    """The stage that a dotted key belongs to; -1: to the whole run."""
+    match = _STAGE_KEY.match(key)
+    return int(match[1]) if match else -1
 
 
 def _published(root: Path) -> list[Path]:

@@ -182,15 +182,21 @@ def save_hf(
     _on_rank_zero(prepare, place=out_dir)
     owners = _owners(spec, layout)
     failure: Exception | None = None
-    for name, shape in hf_tensors(spec).items():
-        whole = _gather_tensor(owners[name], shape, params, rank=rank)
-        if writer is None or whole is None or failure is not None:
-            continue
-        try:
-            writer.add(name, whole)
-        except (OSError, SafetensorError) as error:
-            # the other ranks go on sending, so go on receiving and tell them at the end
-            failure = error
+    try:
+        for name, shape in hf_tensors(spec).items():
+            whole = _gather_tensor(owners[name], shape, params, rank=rank)
+            if writer is None or whole is None or failure is not None:
+                continue
+            try:
+                writer.add(name, whole)
+            except (OSError, SafetensorError) as error:
+                # the other ranks go on sending, so go on receiving and tell them at the end
+                failure = error
+    except BaseException:
+        # Ctrl-C, or a rank that is gone
+        if writer is not None:
+            writer.discard()
+        raise
 
     def finish() -> None:
         assert writer is not None

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_rl.errors import LayoutError
+from megatron_rl.errors import LayoutError, TrainingError
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
 
@@ -25,18 +25,34 @@ def init_process_groups(
     """Join the run and build every group of `layout`; all ranks call it together.
 
     `timeout_s` bounds each collective. `seed` starts megatron-core's generators (one per tp rank).
-    Raises LayoutError when the layout does not fill the world.
+    Raises LayoutError when the layout does not fill the world, TrainingError when the ranks do not meet.
     """
     _check_fills_world(layout, world_size)
     device.activate()
-    dist.init_process_group(
-        device.backend(),
-        init_method=f"tcp://{master_addr}:{master_port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    try:
+        dist.init_process_group(
+            device.backend(),
+            init_method=f"tcp://{master_addr}:{master_port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except dist.DistError as error:
+        raise TrainingError(_no_meeting(master_addr, master_port, rank, world_size, error)) from error
     build_model_groups(layout, timeout_s=timeout_s, seed=seed)
+
+
+def _no_meeting(addr: str, port: int, rank: int, world_size: int, error: Exception) -> str:
+    reason = str(error).splitlines()[0]
+    if rank == 0 and isinstance(error, dist.DistNetworkError):
+        return (
+            f"process group: rank 0 cannot listen on {addr}:{port} ({reason}); another process may hold the port: "
+            "set MASTER_PORT to a free one"
+        )
+    return (
+        f"process group: rank {rank} of {world_size} did not meet the others at {addr}:{port} ({reason}); check "
+        "that rank 0 runs, that this address reaches it, and that MASTER_PORT is the same everywhere"
+    )
 
 
 def _check_fills_world(layout: ParallelLayout, world_size: int) -> None:

@@ -34,11 +34,15 @@ class Console:
         *,
         enabled: bool = True,
         stream: TextIO | None = None,
+        log: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`enabled` is False on every rank but the first: such a console prints nothing."""
+        """`enabled` is False on every rank but the first: such a console prints nothing.
+
+        `log` gets every line as well, plain, also where `stream` shows a bar.
+        """
         self._enabled = enabled
-        self._stream = stream or sys.stdout
+        self._stream, self._log = stream or sys.stdout, log
         self._clock = clock
         self._bar: _Bar | None = None
         self._stage = ""
@@ -63,15 +67,18 @@ class Console:
             return
         pace_s = self._pace_s()
         numbers = key_numbers(metrics)
-        eta = format_seconds(pace_s * (total - index))
+        state = f"{numbers}  {pace_s:.2f} s/step  ETA {format_seconds(pace_s * (total - index))}"
+        line = f"{self._stage} {index}/{total}  {state}"
+        self._write_log(line)
         if self._bar is not None:
-            self._bar.update(index, f"{numbers}  {pace_s:.2f} s/step  ETA {eta}")
+            self._bar.update(index, state)
         else:
-            self._print(f"{self._stage} {index}/{total}  {numbers}  {pace_s:.2f} s/step  ETA {eta}")
+            self._print(line)
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
         if self._enabled:
+            self._write_log(text)
             if self._bar is not None:
                 self._bar.print(text)
             else:
@@ -90,6 +97,11 @@ class Console:
         if len(self._ends) < 2:
             return 0.0
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+
+    def _write_log(self, text: str) -> None:
+        if self._log is not None:
+            self._log.write(text + "\n")
+            self._log.flush()
 
     def _print(self, text: str) -> None:
         self._stream.write(text + "\n")

@@ -6,9 +6,7 @@ number that is not finite becomes null and is counted.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,30 +14,40 @@ from typing import IO, Any
 
 from megatron_rl.data.types import Rollout
 from megatron_rl.errors import TrainingError
+from megatron_rl.train.board import Board
 from megatron_rl.train.eval_result import EvalResult
+from megatron_rl.train.files import append_whole, read_jsonl, to_json, write_atomically, writing
 
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
 RECIPE_FILE = "recipe.resolved.yaml"
+ROLLOUTS = "rollouts"
+BOARD = "tensorboard"
 _FIXED_KEYS = ("stage", "iteration", "step", "time_s")
 
 
 class RunRecords:
     """The run directory. The step axis counts on over all stages and never goes backwards.
 
-    `last_step` is the step of the checkpoint that a run continues from: later lines are dropped, since they
-    will be written again. Without it, a directory that already holds steps is continued after its last one.
+    `last_step` and `last_iteration` (RL iterations of all stages) are those of the checkpoint that a run continues
+    from: later lines and rollouts are dropped, since they will be written again. Without them, a directory that
+    already holds steps is continued after its last one. Whatever cannot be written is a TrainingError naming it.
     """
 
-    def __init__(self, run_dir: Path | str, *, last_step: int | None = None) -> None:
+    def __init__(
+        self, run_dir: Path | str, *, last_step: int | None = None, last_iteration: int | None = None
+    ) -> None:
         self.run_dir = Path(run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        kept = _keep_lines(self.run_dir / METRICS_FILE, last_step)
-        _keep_lines(self.run_dir / EVAL_FILE, last_step)
+        with writing(self.run_dir):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            kept = _keep_lines(self.run_dir / METRICS_FILE, last_step)
+            _keep_evals(self.run_dir / EVAL_FILE, last_step)
+            _keep_rollouts(self.run_dir / ROLLOUTS, last_iteration)
+            self._metrics: IO[bytes] = (self.run_dir / METRICS_FILE).open("ab", buffering=0)
         self._last_step = int(kept[-1]["step"]) if kept else -1
         self._started = time.monotonic() - (float(kept[-1]["time_s"] or 0.0) if kept else 0.0)
-        self._metrics: IO[bytes] = (self.run_dir / METRICS_FILE).open("ab")
-        self._board = _open_board(self.run_dir / "tensorboard", purge_step=self._last_step + 1)
+        is_continued = last_step is not None or bool(kept)
+        self._board = Board(self.run_dir / BOARD, purge_step=self._last_step + 1 if is_continued else None)
         self.num_not_finite = 0
 
     def log_step(
@@ -72,10 +80,11 @@ class RunRecords:
         }
         for name, value in metrics.items():
             line[name] = self._finite(float(value))
-            if line[name] is not None:
-                self._board.add_scalar(name, line[name], global_step=step)
-        self._append(self._metrics, line)
-        self._board.flush()
+        points = {name: line[name] for name in metrics if line[name] is not None}
+        with writing(self.run_dir / METRICS_FILE):
+            self._append(self._metrics, line)
+        with writing(self.run_dir / BOARD):
+            self._board.add(points, step=step)
         self._last_step = step
 
     @property
@@ -90,41 +99,44 @@ class RunRecords:
         `board` does so for an evaluation that belongs to no step.
         """
         line = {"stage": stage, "step": self._last_step, **result.to_json()}
-        with (self.run_dir / EVAL_FILE).open("ab") as stream:
+        path = self.run_dir / EVAL_FILE
+        with writing(path), path.open("ab", buffering=0) as stream:
             self._append(stream, line)
         if board:
-            for name, value in result.metrics().items():
-                if math.isfinite(value):
-                    self._board.add_scalar(name, value, global_step=max(0, self._last_step))
-            self._board.flush()
+            points = {name: value for name, value in result.metrics().items() if math.isfinite(value)}
+            with writing(self.run_dir / BOARD):
+                self._board.add(points, step=max(0, self._last_step))
 
     def write_rollouts(self, iteration: int, rollouts: Sequence[Rollout]) -> Path:
         """rollouts/iter_000012.jsonl, one line per rollout."""
-        path = self.run_dir / "rollouts" / f"iter_{iteration:06d}.jsonl"
+        path = self.run_dir / ROLLOUTS / f"iter_{iteration:06d}.jsonl"
         lines = [to_json(self._clean(_rollout_line(rollout))) for rollout in rollouts]
-        write_atomically(path, b"".join(line + b"\n" for line in lines))
+        self._replace(path, b"".join(line + b"\n" for line in lines))
         return path
 
     def write_recipe(self, text: str) -> None:
         """recipe.resolved.yaml."""
-        write_atomically(self.run_dir / RECIPE_FILE, text.encode("utf-8"))
+        self._replace(self.run_dir / RECIPE_FILE, text.encode("utf-8"))
 
     def write_plan(self, plan: str) -> None:
         """plan.json: how weights travel from trainer ranks to engine ranks; `plan` is JSON text already."""
-        write_atomically(self.run_dir / "plan.json", plan.encode("utf-8") + b"\n")
+        self._replace(self.run_dir / "plan.json", plan.encode("utf-8") + b"\n")
 
     def write_parity(self, parity: Any) -> None:
         """parity.json: log-probabilities of trainer and engine on one prompt, after the latest transfer."""
-        write_atomically(self.run_dir / "parity.json", to_json(self._clean(parity), indent=1) + b"\n")
+        self._replace(self.run_dir / "parity.json", to_json(self._clean(parity), indent=1) + b"\n")
 
     def close(self) -> None:
-        """Flush and close; safe to call twice."""
+        """Safe to call twice."""
         self._metrics.close()
         self._board.close()
 
     def _append(self, stream: IO[bytes], line: Mapping[str, Any]) -> None:
-        stream.write(to_json(self._clean(line)) + b"\n")
-        stream.flush()
+        append_whole(stream, to_json(self._clean(line)) + b"\n")
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        with writing(path):
+            write_atomically(path, content)
 
     def _finite(self, value: float) -> float | None:
         if math.isfinite(value):
@@ -143,35 +155,28 @@ class RunRecords:
         return value
 
 
-def to_json(value: Any, *, indent: int | None = None) -> bytes:
-    """Valid UTF-8 JSON for any text a model can write; lone surrogates stay as escapes."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
-    return text.encode("utf-8", errors="backslashreplace")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file is either as it was or complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    beside.write_bytes(content)
-    os.replace(beside, path)
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a file; a last line that was cut off is left out. A missing file has no lines."""
-    if not path.exists():
-        return []
-    raw = path.read_bytes().split(b"\n")
-    # what follows the last line break was never finished
-    return [json.loads(line) for line in raw[:-1] if line.strip()]
-
-
 def _keep_lines(path: Path, last_step: int | None) -> list[dict[str, Any]]:
     """Lines up to `last_step`; the file is rewritten to hold just those."""
     lines = read_jsonl(path)
     kept = lines if last_step is None else [line for line in lines if int(line["step"]) <= last_step]
     _rewrite(path, kept)
     return kept
+
+
+def _keep_evals(path: Path, last_step: int | None) -> None:
+    """As `_keep_lines`, without the evaluation before the first iteration of a stage that begins again."""
+    kept = _keep_lines(path, last_step)
+    if last_step is not None:
+        _rewrite(path, [line for line in kept if line["iteration"] or max(0, line["step"]) < last_step])
+
+
+def _keep_rollouts(folder: Path, last_iteration: int | None) -> None:
+    if last_iteration is None:
+        return
+    for path in folder.glob("iter_*.jsonl"):
+        number = path.stem.removeprefix("iter_")
+        if number.isdecimal() and int(number) > last_iteration:
+            path.unlink()
 
 
 def _rewrite(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -194,10 +199,3 @@ def _rollout_line(rollout: Rollout) -> dict[str, Any]:
         "difficulty": rollout.prompt.difficulty,
         "num_tokens": len(rollout.completion.token_ids),
     }
-
-
-def _open_board(folder: Path, *, purge_step: int) -> Any:
-    """TensorBoard's writer; points from `purge_step` on are hidden, since they will be written again."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=purge_step if purge_step > 0 else None, flush_secs=10)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.train.charts import bar_chart, line_chart
 from megatron_rl.train.eval_result import EvalResult, paired_bands
-from megatron_rl.train.records import write_atomically
+from megatron_rl.train.files import write_atomically
 from megatron_rl.train.run_data import RunData, read_run
 
 REPORT_FILE = "report.html"

@@ -5,18 +5,24 @@ On the other ranks every method does nothing, so that the loops need not ask.
 
 from __future__ import annotations
 
+import time
+import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_rl.data.types import RolloutGroup
+from megatron_rl.errors import MegatronRLError
 from megatron_rl.recipe.load import LoadedRecipe, resolved_yaml
 from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.train.console import Console
 from megatron_rl.train.eval_result import EvalResult
+from megatron_rl.train.files import writing
 from megatron_rl.train.progress import Progress, stage_label, stage_length
 from megatron_rl.train.records import RunRecords
+from megatron_rl.train.run_dir import LOGS
 from megatron_rl.train.summary import summary_text, write_report
 
 
@@ -27,12 +33,16 @@ class Reporter:
         self, run_dir: Path, loaded: LoadedRecipe, *, is_driver: bool, resumed: Progress | None
     ) -> None:
         self._run_dir, self._stages = run_dir, loaded.recipe.stages
-        self._console = Console(enabled=is_driver)
+        self._log: TextIO | None = _open_log(run_dir / LOGS / "rank_0.log") if is_driver else None
+        self._console = Console(enabled=is_driver, log=self._log)
         self._records: RunRecords | None = None
         self._pending: list[EvalResult] = []
         if is_driver:
-            last_step = None if resumed is None else resumed.global_step(self._stages)
-            self._records = RunRecords(run_dir, last_step=last_step)
+            self._records = RunRecords(
+                run_dir,
+                last_step=None if resumed is None else resumed.global_step(self._stages),
+                last_iteration=None if resumed is None else self._iterations(resumed),
+            )
             self._records.write_recipe(resolved_yaml(loaded))
 
     def __enter__(self) -> Reporter:
@@ -44,6 +54,12 @@ class Reporter:
         self._console.close()
         if self._records is not None:
             self._records.close()
+        if self._log is not None:
+            # a disk that is full here as well must not hide the error that ends the run
+            with suppress(OSError):
+                if kind is not None:
+                    self._log.write("".join(_last_words(kind, error, trace)))
+                self._log.close()
 
     def say(self, text: str) -> None:
         """A line of its own on the console."""
@@ -90,9 +106,14 @@ class Reporter:
     def rollouts(self, progress: Progress, groups: Sequence[RolloutGroup]) -> None:
         """The rollouts of the iteration that led to `progress`; files count on over all RL stages of the run."""
         if self._records is not None:
-            earlier = sum(s.iterations for s in self._stages[: progress.stage] if s.kind == "rl")
             rollouts = [rollout for group in groups for rollout in group.rollouts]
-            self._records.write_rollouts(earlier + progress.step, rollouts)
+            self._records.write_rollouts(self._iterations(progress), rollouts)
+
+    def _iterations(self, progress: Progress) -> int:
+        """RL iterations done in all stages so far."""
+        stages = self._stages[: progress.stage + 1]
+        done = [progress.step if i == progress.stage else stage_length(s) for i, s in enumerate(stages)]
+        return sum(count for count, stage in zip(done, stages, strict=True) if stage.kind == "rl")
 
     def plan(self, plan: ReshardPlan) -> None:
         if self._records is not None:
@@ -108,3 +129,24 @@ class Reporter:
             self._console.close()
             write_report(self._run_dir)
             self.say(summary_text(self._run_dir))
+
+
+def _open_log(path: Path) -> TextIO:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("a", encoding="utf-8", errors="backslashreplace")
+        # it is appended to: this line parts what earlier starts of the run wrote from what follows
+        log.write(f"--- rank 0 started {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
+        log.flush()
+    return log
+
+
+def _last_words(
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+) -> list[str]:
+    """The reason of an end before the end: one block for what a user can act on, else the traceback."""
+    if isinstance(error, MegatronRLError):
+        return [f"error: {error}\n"]
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return [f"ended by {kind.__name__}\n"]
+    return traceback.format_exception(kind, error, trace)

@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron_rl.errors import DataError
 from megatron_rl.train.eval_result import EvalResult
-from megatron_rl.train.records import EVAL_FILE, METRICS_FILE, RECIPE_FILE, read_jsonl
+from megatron_rl.train.files import read_jsonl
+from megatron_rl.train.records import EVAL_FILE, METRICS_FILE, RECIPE_FILE
 
 Curve = list[tuple[float, float]]
 

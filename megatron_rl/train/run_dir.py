@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,6 +33,19 @@ def choose_run_dir(wanted: Path | None, *, name: str, resume: bool) -> Path:
             f"--run-dir {wanted}: holds an earlier run; add --resume to continue it, or choose another"
         )
     return wanted
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Make the directory and its logs, before anything slow starts. Raises MegatronRLError where it cannot be."""
+    try:
+        (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
+        # asks the file system itself: permissions, read-only mounts and full disks all show here
+        with tempfile.TemporaryFile(dir=run_dir / LOGS) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise MegatronRLError(
+            f"--run-dir {run_dir}: cannot be written ({error.strerror or error}); choose another directory"
+        ) from None
 
 
 def _fresh(name: str) -> Path:

@@ -15,6 +15,7 @@ import pytest
 from megatron_rl.errors import CheckpointError
 from megatron_rl.model.checkpoint_files import (
     SavedState,
+    check_same_model,
     check_same_recipe,
     find_latest,
     flat_recipe,
@@ -29,6 +30,7 @@ STAGE = SftStage(
     kind="sft", data="data.jsonl", steps=10, global_batch_size=8, tokens_per_microbatch=64,
     optimizer=OptimizerConfig(lr=1e-3),
 )
+MODEL = {"vocab_size": 251, "num_layers": 4}
 RECIPE = Recipe(name="tiny", model=ModelConfig(hf_path="models/tiny"), stages=(STAGE,))
 
 
@@ -39,7 +41,7 @@ def publish(root: Path, *, stage: int = 0, step: int, **progress: Any) -> Path:
     write_tensors(directory)
     recipe = flat_recipe(RECIPE)
     return publish_checkpoint(
-        directory, progress=progress, optimizer_steps=step, recipe=recipe, versions={"torch": "2"}
+        directory, progress=progress, optimizer_steps=step, recipe=recipe, model=MODEL, versions={"torch": "2"}
     )
 
 
@@ -70,6 +72,7 @@ def test_latest_gives_back_what_was_saved(tmp_path: Path) -> None:
         progress={"stage": 1, "step": 20, "sampler": {"cursors": [3, 4], "share": 0.1}},
         optimizer_steps=20,
         recipe=flat_recipe(RECIPE),
+        model=MODEL,
     )
     assert path == tmp_path / "stage_1_step_000020"
 
@@ -145,7 +148,7 @@ def save_until_killed(root: Path) -> None:
     directory = start_checkpoint(root, "stage_0_step_000020")
     write_tensors(directory)
     progress, fatal = {"stage": 0, "step": 20}, KilledWhileWritten(torch="2")
-    publish_checkpoint(directory, progress=progress, optimizer_steps=20, recipe={}, versions=fatal)
+    publish_checkpoint(directory, progress=progress, optimizer_steps=20, recipe={}, model={}, versions=fatal)
 
 
 def test_a_process_killed_before_publishing_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
@@ -167,9 +170,11 @@ def test_a_process_killed_before_the_first_latest_leaves_its_checkpoint(tmp_path
     assert latest(tmp_path).progress == {"stage": 0, "step": 10}
 
 
-def saved_by(recipe: Recipe) -> SavedState:
-    path = Path("run/stage_0_step_000010")
-    return SavedState(path=path, progress={}, optimizer_steps=10, recipe=flat_recipe(recipe))
+def saved_by(recipe: Recipe, *, stage: int = 0) -> SavedState:
+    return SavedState(
+        path=Path(f"run/stage_{stage}_step_000010"), progress={"stage": stage, "step": 10}, optimizer_steps=10,
+        recipe=flat_recipe(recipe), model=MODEL,
+    )  # fmt: skip
 
 
 def test_another_recipe_is_an_error_that_lists_every_key() -> None:
@@ -177,11 +182,26 @@ def test_another_recipe_is_an_error_that_lists_every_key() -> None:
         RECIPE, run=RunConfig(seed=7), stages=(replace(STAGE, optimizer=OptimizerConfig(lr=2e-3)), STAGE)
     )
     with pytest.raises(CheckpointError) as caught:
-        check_same_recipe(saved_by(RECIPE), flat_recipe(other))
+        check_same_recipe(saved_by(RECIPE, stage=1), flat_recipe(other))
     text = str(caught.value)
     assert "run.seed: was 1, is 7" in text
     assert "stages.0.optimizer.lr: was 0.001, is 0.002" in text
     assert "stages.1.data: was not set, is" in text
+
+
+def test_a_stage_that_has_not_begun_may_be_mended_added_or_removed() -> None:
+    two = replace(RECIPE, stages=(STAGE, STAGE))
+    mended = replace(RECIPE, stages=(STAGE, replace(STAGE, steps=99)))
+    for now in (two, mended, RECIPE):
+        check_same_recipe(saved_by(two), flat_recipe(now))
+    with pytest.raises(CheckpointError, match=r"stages\.1\.steps: was 10, is 99"):
+        check_same_recipe(saved_by(two, stage=1), flat_recipe(mended))
+
+
+def test_another_model_is_an_error_that_lists_every_number() -> None:
+    check_same_model(saved_by(RECIPE), dict(MODEL))
+    with pytest.raises(CheckpointError, match=r"another model than model\.hf_path \(vocab_size: was 251, is 250\)"):
+        check_same_model(saved_by(RECIPE), MODEL | {"vocab_size": 250})
 
 
 def test_layout_checkpointing_and_microbatches_may_change() -> None:

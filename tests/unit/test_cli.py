@@ -82,6 +82,21 @@ def test_resume_needs_the_directory_of_a_run(recipe, capsys, argv, words):
     assert words in capsys.readouterr().err
 
 
+def test_a_run_directory_that_cannot_be_made_is_a_user_error_before_anything_starts(recipe, capsys):
+    assert main(["train", recipe, "--run-dir", "/dev/null/run", "--nproc", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --run-dir /dev/null/run: cannot be written (Not a directory); choose another directory\n"
+    )
+
+
+def test_a_report_that_cannot_be_written_is_a_user_error(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"stage": "sft", "iteration": 1, "step": 1, "time_s": 1.0}\n')
+    (tmp_path / "report.html").mkdir()
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_a_rank_of_torchrun_needs_a_run_directory(recipe, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -69,6 +69,16 @@ def test_a_terminal_gets_a_bar_with_the_same_numbers():
     assert "[not markup]" in shown
 
 
+def test_the_log_holds_plain_lines_also_where_the_terminal_shows_a_bar():
+    log = io.StringIO()
+    console = Console(stream=Terminal(), log=log, clock=Clock())
+    console.begin("rl", total=10)
+    console.step(3, 10, {"reward/mean": 0.5})
+    console.say("[not markup]")
+    console.close()
+    assert log.getvalue().splitlines() == ["rl 3/10  reward 0.500  0.00 s/step  ETA 0s", "[not markup]"]
+
+
 def test_key_numbers_are_few_and_evaluations_come_first():
     metrics = {
         "reward/mean": 0.5, "policy/loss": 0.1, "rollout/response_tokens_mean": 31.0, "policy/entropy": 1.0,

@@ -1,12 +1,15 @@
 """What a run leaves in its directory, also when it is stopped and continued."""
 
 import json
+import resource
+from contextlib import contextmanager
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.data.types import Completion, Finish, Prompt, RewardResult, Rollout, Verdict
 from megatron_rl.errors import TrainingError
+from megatron_rl.train.board import Board
 from megatron_rl.train.eval_result import EvalProblem, EvalResult
 from megatron_rl.train.records import RunRecords
 
@@ -85,6 +88,93 @@ def test_a_resumed_run_drops_what_its_checkpoint_does_not_know(tmp_path):
     resumed.close()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert [line["iteration"] for line in lines(tmp_path / "eval.jsonl")] == [3]
+
+
+def test_a_resumed_run_drops_rollouts_that_it_will_write_again(tmp_path):
+    records = RunRecords(tmp_path)
+    for iteration in (1, 2, 3, 4):
+        records.write_rollouts(iteration, [rollout("x")])
+    records.close()
+    RunRecords(tmp_path, last_step=12, last_iteration=2).close()
+    names = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert names == ["iter_000001.jsonl", "iter_000002.jsonl"]
+
+
+def test_a_stage_that_begins_again_repeats_its_starting_point(tmp_path):
+    records = RunRecords(tmp_path)
+    log(records, 0, 1, 2)
+    records.write_eval(evaluation(0), board=True)
+    records.close()
+    resumed = RunRecords(tmp_path, last_step=2)
+    resumed.write_eval(evaluation(0), board=True)
+    log(resumed, 3)
+    resumed.close()
+    later = RunRecords(tmp_path, last_step=3)
+    later.close()
+    assert [line["iteration"] for line in lines(tmp_path / "eval.jsonl")] == [0]
+
+
+@pytest.mark.parametrize("checkpoint", [0, 2])
+def test_the_board_of_a_resumed_run_holds_each_step_once(tmp_path, checkpoint):
+    records = RunRecords(tmp_path)
+    log(records, 1, 2, 3)
+    records.close()
+    resumed = RunRecords(tmp_path, last_step=checkpoint)
+    log(resumed, *range(checkpoint + 1, 5))
+    resumed.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("sft/loss")] == [1, 2, 3, 4]
+
+
+def test_looking_at_a_finished_run_again_writes_nothing(tmp_path):
+    records = RunRecords(tmp_path)
+    log(records, 1, 2)
+    records.close()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    RunRecords(tmp_path, last_step=2, last_iteration=0).close()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@contextmanager
+def files_limited_to(num_bytes):
+    """Writing more to one file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_an_error_naming_the_file_and_leaves_whole_lines(tmp_path, capfd):
+    records = RunRecords(tmp_path)
+    log(records, 0)
+    limit = (tmp_path / "metrics.jsonl").stat().st_size + 10
+    with files_limited_to(limit):
+        with pytest.raises(TrainingError, match=r"metrics\.jsonl: cannot be written \(File too large\)"):
+            log(records, 1)
+        with pytest.raises(TrainingError, match=r"iter_000001\.jsonl: cannot be written"):
+            records.write_rollouts(1, [rollout("x" * limit)])
+        with pytest.raises(TrainingError, match=r"eval\.jsonl: cannot be written"):
+            records.write_eval(evaluation(1))
+        records.close()
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0]
+    assert list((tmp_path / "rollouts").iterdir()) == []
+    assert (tmp_path / "eval.jsonl").read_bytes() == b""
+    assert capfd.readouterr().err == ""
+
+
+def test_a_board_on_a_full_disk_raises_where_it_is_written_and_keeps_whole_points(tmp_path, capfd):
+    board = Board(tmp_path)
+    board.add({"sft/loss": 1.0}, step=1)
+    (path,) = tmp_path.iterdir()
+    before = path.read_bytes()
+    with files_limited_to(len(before) + 10), pytest.raises(OSError, match="File too large"):
+        board.add({"sft/loss": 0.5}, step=2)
+    board.close()
+    assert path.read_bytes() == before
+    assert capfd.readouterr().err == ""
 
 
 def test_time_goes_on_after_a_resume(tmp_path):

@@ -1,0 +1,77 @@
+"""TensorBoard's event file, written by the caller's thread: a full disk is an error where it happens.
+
+torch's writer has a thread of its own, which prints a traceback and tells nobody until the next call.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_rl.train.files import append_whole
+
+
+class Board:
+    """One event file below `folder`, made at the first point. A point is on the disk when `add` returns."""
+
+    def __init__(self, folder: Path, *, purge_step: int | None = None) -> None:
+        """Points of earlier event files from `purge_step` on are hidden: they will be written again."""
+        self._folder, self._purge_step = folder, purge_step
+        self._stream: IO[bytes] | None = None
+
+    def add(self, values: Mapping[str, float], *, step: int) -> None:
+        """The values of one step. Raises OSError; the file then holds no part of them."""
+        if not values:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def _write(self, event: Any) -> None:
+        if self._stream is None:
+            self._stream = self._open()
+        append_whole(self._stream, _record(event))
+
+    def _open(self) -> IO[bytes]:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # readers take files in the order of their names
+        name = f"events.out.tfevents.{time.time_ns() // 1000:020d}.{socket.gethostname()}.{os.getpid()}"
+        header = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+        if self._purge_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            header.append(Event(wall_time=time.time(), step=self._purge_step, session_log=start))
+        stream = (self._folder / name).open("ab", buffering=0)
+        append_whole(stream, b"".join(map(_record, header)))
+        return stream
+
+
+def _record(event: Any) -> bytes:
+    """TFRecord framing: length, its checksum, the message, its checksum."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    parts: list[bytes] = []
+    RecordWriter(_Parts(parts)).write(event.SerializeToString())
+    return b"".join(parts)
+
+
+class _Parts:
+    """What a RecordWriter writes to."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = parts
+
+    def write(self, data: bytes) -> None:
+        self._parts.append(data)
