@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.rollout.shared_memory import remove_shared_memory, shared_memory_of_group
 from megatron_rl.rollout.wire import Message, WireClosed, WireTimeout, recv_message, send_message
 
 _LOG_TAIL_LINES = 12
@@ -28,6 +29,7 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._next_id = 0
         self._broken: str | None = None
+        self._shared_memory: set[Path] = set()
         self._sock, theirs = socket.socketpair()
         self._life, their_life = socket.socketpair()
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +65,7 @@ class EngineProcess:
         """Send the start message and wait for `ready`. Raises EngineError with the end of the log."""
         answer = self._exchange(message, timeout_s=timeout_s, doing="starting")
         ready: Message = answer["ready"]
+        self._shared_memory = shared_memory_of_group(self.pid)
         return ready
 
     def ask(self, cmd: str, *, timeout_s: float, **fields: Any) -> Any:
@@ -82,6 +85,7 @@ class EngineProcess:
         # always: workers of a leader that is gone are still in its group
         self._signal(signal.SIGKILL)
         self._wait(_STOP_GRACE_S)
+        remove_shared_memory(self._shared_memory)
         self._sock.close()
         self._life.close()
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron_rl.errors import EngineError, ReshardError
 from megatron_rl.rollout.devices import visible_devices
+from megatron_rl.rollout.shared_memory import remove_shared_memory, shared_memory_of_group
 from megatron_rl.rollout.vllm_plugin import BACKEND, register
 from megatron_rl.rollout.wire import Message, WireClosed, recv_message, send_message
 
@@ -45,10 +46,9 @@ def main() -> int:
         server = EngineServer(_build_llm(start), start["tp"])
         send_message(sock, {"id": start["id"], "ready": {**_versions(), "start_s": time.monotonic() - began}})
         server.serve(sock)
-        if start["tp"] == 1:
-            # taking vLLM apart costs seconds and frees nothing that the end of a lone process does not
-            sys.stdout.flush()
-            os._exit(0)
+        # taking vLLM apart costs seconds and frees nothing that our owner does not: it ends our group at once
+        sys.stdout.flush()
+        os._exit(0)
     except WireClosed:
         return 0
     except Exception as error:  # whatever it is, the owner must hear of it
@@ -75,6 +75,7 @@ def _die_with_owner(life: socket.socket, owner: int) -> None:
             break
     print("owner is gone, ending this engine", file=sys.stderr, flush=True)
     if os.getpgrp() == os.getpid():
+        remove_shared_memory(shared_memory_of_group(os.getpid()))
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
@@ -104,7 +105,7 @@ def _set_environment(start: Message) -> None:
 
 def _build_llm(start: Message) -> Any:
     _set_environment(start)
-    gc.disable()  # importing vLLM makes objects that stay; looking through them is a tenth of the start
+    gc.disable()  # importing vLLM makes objects that stay, and looking through them costs a second
     try:
         return _load_llm(start)
     finally:
@@ -114,6 +115,8 @@ def _build_llm(start: Message) -> Any:
 def _load_llm(start: Message) -> Any:
     from vllm import LLM
     from vllm.config import WeightTransferConfig
+
+    gc.freeze()  # vLLM collects garbage several times while it starts; what was imported is none
 
     register()
     device: dict[str, Any] = (

@@ -1,6 +1,6 @@
 """Real vLLM on CPU, in its own process: what it samples, what it runs on after an update, and how it fails.
 
-The tests share one engine on a tied model and leave it fresh; the last one kills it.
+The tests share one engine of two replicas on a tied model and leave it fresh; the last one kills a replica.
 """
 
 import json
@@ -27,15 +27,18 @@ from megatron_rl.reshard.execute import send_weights
 from megatron_rl.reshard.transports import LOOPBACK, make_group, open_store
 from megatron_rl.reshard.verify import parity_report
 from megatron_rl.rollout.engine import GenerateRequest
+from megatron_rl.rollout.shared_memory import shared_memory_of_group
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
 from tests.helpers.distributed import free_port
 from tests.helpers.engine import hf_logprobs, hf_weights, qwen2_spec, rank_params, write_qwen2
 
 SPEC = qwen2_spec(tied=True)
-CONFIG = EngineConfig(max_concurrent=32, request_timeout_s=60.0)
+CONFIG = EngineConfig(replicas=2, max_concurrent=32, request_timeout_s=60.0)
 BOUND = 1e-4  # float32 against float32, other kernels
 LONG_PROMPT = [(7 * i) % 251 for i in range(100)]
+# Linux answers there too: a way to meet that is not the loopback address everything defaults to
+OTHER_HOST = "127.0.0.2"
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +93,17 @@ def test_a_sample_depends_on_its_own_seed_alone(engine):
     requests = [request([5, i, 99], seed=i % 3) for i in range(12)]
     together = engine.generate(requests)
     assert engine.generate(requests[4:5]) == together[4:5]
-    assert engine.generate(requests[::-1]) == together[::-1]
     again = engine.generate([request([5, 4, 99], seed=77)])
     assert again[0].token_ids != together[4].token_ids
+
+
+def test_two_replicas_draw_the_samples_of_one_and_none_twice(engine):
+    requests = [request([5, 4, 99], seed=i) for i in range(9)]
+    shared_out = engine.generate(requests)
+    # a request that comes alone goes to the first replica; turned round, most change sides
+    assert [engine.generate([each])[0] for each in requests] == shared_out
+    assert engine.generate(requests[::-1]) == shared_out[::-1]
+    assert len({tuple(completion.token_ids) for completion in shared_out}) == len(requests)
 
 
 def test_logprobs_are_those_of_the_sampling_temperature(engine, models):
@@ -128,10 +139,13 @@ def test_pushed_weights_answer_at_once_with_tied_head_and_fresh_prefix_cache(eng
     # the same long prompt on both sides of each push: a cached prefix would carry the old weights
     for version, seed in ((1, 2), (2, 1), (3, 2), (4, 1)):
         result = push(version, seed)
-        (completion,) = engine.generate([request(LONG_PROMPT, 5)])
-        assert gap_to_hf(models[seed], LONG_PROMPT, completion) < BOUND
-        assert completion.weight_version == engine.weight_version == result.version == version
-    assert result.bytes == sum(t.numel() for t in push.weights[1][0].values()) * 4 - (256 - 251) * 64 * 4
+        of_each_replica = engine.generate([request(LONG_PROMPT, 5), request(LONG_PROMPT, 6)])
+        for completion in of_each_replica:
+            assert gap_to_hf(models[seed], LONG_PROMPT, completion) < BOUND
+            assert completion.weight_version == engine.weight_version == result.version == version
+        assert engine.status() == [{"weight_version": version, "stale": None}] * 2
+    size = sum(t.numel() for t in push.weights[1][0].values()) * 4 - (256 - 251) * 64 * 4
+    assert result.bytes == 2 * size
 
 
 class FlipOneByte:
@@ -146,18 +160,18 @@ class FlipOneByte:
 
 
 def assert_stale_until_full_push(engine, models, push, version):
-    assert engine.status()[0]["stale"] is not None
+    assert [status["stale"] is not None for status in engine.status()] == [True, True]
     with pytest.raises(EngineError, match=r"engine replica 0 .* stale"):
         engine.generate([request([1, 2], 0)])
     push(version, 1)
-    (completion,) = engine.generate([request(LONG_PROMPT, 5)])
-    assert gap_to_hf(models[1], LONG_PROMPT, completion) < BOUND
+    for completion in engine.generate([request(LONG_PROMPT, 5)] * 2):
+        assert gap_to_hf(models[1], LONG_PROMPT, completion) < BOUND
 
 
 def test_damaged_bytes_are_refused_and_a_full_push_recovers(engine, models, push):
     plan, store = push.sync.plan, open_store(LOOPBACK, 0, timeout_s=20.0)
     joining = engine.begin_join(plan, host=LOOPBACK, port=store.port, timeout_s=20.0, canary=True)
-    group = make_group(LOOPBACK, store.port, 0, 2, 20.0, store=store)
+    group = make_group(LOOPBACK, store.port, 0, 3, 20.0, store=store)
     joining.result()
     receiving = engine.begin_update(10, timeout_s=20.0)
     send_weights(plan, 0, push.weights[2], FlipOneByte(group), dtype=torch.float32, version=10)
@@ -166,7 +180,7 @@ def test_damaged_bytes_are_refused_and_a_full_push_recovers(engine, models, push
     del group
     fresh = WeightSync(
         lambda: push.weights[1], spec=SPEC, layout=ParallelLayout(), rank=0, engine=engine, config=CONFIG,
-        dtype=torch.float32,
+        dtype=torch.float32, host=OTHER_HOST,
     )  # fmt: skip
     assert_stale_until_full_push(engine, models, lambda version, _: fresh.push(version), 11)
 
@@ -244,22 +258,24 @@ def test_two_workers_share_an_untied_model_and_die_with_their_owner(tmp_path):
     )  # fmt: skip
     try:
         report = json.loads(owner.stdout.readline())
+        shared = shared_memory_of_group(report["pid"])
         for key, model in (("old", old), ("new", new)):
             parity_report(hf_logprobs(model, [3, 7, 9, 11, 250]), report[key], BOUND)
     finally:
         owner.kill()
         owner.wait()
     assert wait_until(lambda: not group_members(report["pid"]), timeout_s=15.0), group_members(report["pid"])
+    assert shared and not any(file.exists() for file in shared)
 
 
-def test_a_killed_engine_is_an_error_that_names_it(engine):
-    (pid,) = engine.pids
-    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-    with pytest.raises(EngineError, match=rf"engine replica 0 \(pid {pid}\): died \(signal SIGKILL\)"):
+def test_a_killed_replica_is_an_error_that_names_it(engine):
+    pids = engine.pids
+    threading.Timer(0.3, os.kill, (pids[1], signal.SIGKILL)).start()
+    with pytest.raises(EngineError, match=rf"engine replica 1 \(pid {pids[1]}\): died \(signal SIGKILL\)"):
         for _ in range(200):
             engine.generate([request([5, i], i, max_tokens=100) for i in range(32)])
     engine.close()
-    assert not group_members(pid)
+    assert [group_members(pid) for pid in pids] == [[], []]
 
 
 def group_members(leader):
