@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.schema import ModelConfig, Recipe
 from megatron_rl.recipe.stages import OptimizerConfig, ScheduleConfig, SftStage
 from tests.helpers.distributed import DistributedFailure, run_distributed
+from tests.helpers.full_disk import files_limited_to
 from tests.helpers.models import make_tiny_hf
 
 STEPS = 3  # before the checkpoint, and again after it
@@ -169,18 +169,6 @@ def resume_train(here: Session) -> dict[str, Any]:
     return here.train(STEPS, 2 * STEPS)
 
 
-@contextmanager
-def files_limited_to(num_bytes: int) -> Iterator[None]:
-    """Writing more to one file fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def save_on_full_disks(here: Session) -> list[str]:
     """What this rank was told when the disk of rank 0, then of rank 1, was full; saving works before and after."""
     told = []
@@ -201,10 +189,22 @@ def save_on_full_disks(here: Session) -> list[str]:
     return told
 
 
+def save_again(here: Session, root: str) -> None:
+    """Load a checkpoint in this layout and save it, unchanged, from it."""
+    from megatron_rl.model.checkpoint import CheckpointStore
+
+    here.resume()
+    store = CheckpointStore(Path(root), keep=1, rank=here.rank, recipe=here.recipe, timeout_s=20)
+    store.save(here.policy, SAVED_AT)
+
+
 def load_damaged(here: Session, damaged: list[Path]) -> list[str]:
     """What this rank is told about each of the damaged copies of a checkpoint."""
     saved = here.store.latest()
     assert saved is not None
+    if here.rank == 0:
+        damage_copies(saved.path, damaged)
+    torch.distributed.barrier()
     here.start_stage()
     told = []
     for path in damaged:
@@ -214,12 +214,66 @@ def load_damaged(here: Session, damaged: list[Path]) -> list[str]:
     return told
 
 
+def damage_copies(saved: Path, copies: list[Path]) -> None:
+    """The checkpoint without its optimizer, with the model in its place, and with zeros for tensors."""
+    for copy in copies:
+        shutil.copytree(saved, copy)
+    for copy in copies[:2]:
+        shutil.rmtree(copy / "optimizer")
+    shutil.copytree(saved / "model", copies[1] / "optimizer")
+    for file in copies[2].glob("optimizer/*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+
+
+def load_into_another_model(here: Session) -> str:
+    saved = here.store.latest()
+    assert saved is not None
+    with pytest.raises(CheckpointError) as caught:
+        here.store.load_model(here.policy, saved)
+    return str(caught.value)
+
+
+def save_before_the_first_step(here: Session) -> tuple[list[str], list[dict[str, Any]]]:
+    """What such a checkpoint consists of; two steps from before it, and two from it."""
+    here.start_stage()
+    here.store.save(here.policy, SAVED_AT)
+    straight = here.train(0, 2)
+    here.resume()
+    assert here.policy.optimizer.num_steps == 0
+    resumed = here.train(0, 2)
+    return sorted(os.listdir(Path(here.root, NAME))), [straight, resumed]
+
+
+class Interrupted:
+    """A policy whose user presses Ctrl-C when its state is asked for."""
+
+    def __init__(self, policy: Any) -> None:
+        self.optimizer, self.spec = policy.optimizer, policy.spec
+
+    @property
+    def ddp_chunks(self) -> list[Any]:
+        raise KeyboardInterrupt
+
+
+def save_interrupted(here: Session) -> list[str]:
+    """What is there after Ctrl-C reached every rank in the middle of a save."""
+    here.start_stage()
+    with pytest.raises(KeyboardInterrupt):
+        here.store.save(Interrupted(here.policy), SAVED_AT)
+    torch.distributed.barrier()
+    return sorted(os.listdir(here.root))
+
+
+NAME = "stage_1_step_000003"  # of SAVED_AT
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     return {
         "tied": str(make_tiny_hf(root / "tied", family="qwen2", tied=True)),
         "untied": str(make_tiny_hf(root / "untied", family="qwen3")),
+        "fewer words": str(make_tiny_hf(root / "fewer", family="qwen3", vocab=200)),
     }
 
 
@@ -232,97 +286,93 @@ class Original:
 
 
 @pytest.fixture(scope="module")
-def tp2_pp2(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Original:
+def on_four(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run that saves at tp 2 x pp 2, resumed there and at tp 4; starting processes is what costs time here."""
     run = Run(hf_path=models["tied"], root=str(tmp_path_factory.mktemp("tp2_pp2")), tp=2, pp=2)
-    return Original(run, on_ranks(4, (train_save_train, run, []))[0])
-
-
-def assert_continues(resumed: list[dict[str, Any]], original: Original, case: object) -> None:
-    for rank in resumed:
-        for got, want in zip(rank["steps"], original.measured[0]["steps"], strict=True):
-            assert got == pytest.approx(want, rel=TOLERANCE), case
-
-
-def in_layout(original: Original, tp: int, pp: int, vpp: int, sp: bool) -> Run:
-    return replace(original.run, tp=tp, pp=pp, vpp=vpp, sp=sp)
-
-
-def test_resume_in_the_same_layout_is_bit_equal_and_tp4_agrees(tp2_pp2: Original) -> None:
-    # tp 4 pads the vocabulary of 251 to another size
-    tp4 = in_layout(tp2_pp2, 4, 1, 1, False)
-    same, other = on_ranks(4, (resume_train, tp2_pp2.run, []), (resume_train, tp4, []))
-    assert same == tp2_pp2.measured
-    assert_continues(other, tp2_pp2, "tp4")
-
-
-@pytest.mark.parametrize(
-    ("world_size", "layouts"),
-    [(1, [(1, 1, 1, False)]), (2, [(1, 2, 1, False), (1, 1, 1, False), (2, 1, 1, True)])],
-    ids=["tp1", "pp2-dp2-tp2sp"],
-)
-def test_resume_in_another_layout_continues_with_the_same_losses_and_norms(
-    tp2_pp2: Original, world_size: int, layouts: list[tuple[int, int, int, bool]]
-) -> None:
-    runs = [in_layout(tp2_pp2, *layout) for layout in layouts]
-    for run, resumed in zip(runs, on_ranks(world_size, *((resume_train, run, []) for run in runs)), strict=True):
-        assert_continues(resumed, tp2_pp2, run)
+    tp4 = replace(run, tp=4, pp=1)
+    measured, same, other = on_ranks(4, (train_save_train, run, []), (resume_train, run, []), (resume_train, tp4, []))
+    return {"original": Original(run, measured), "same": same, "tp4": other}
 
 
 @pytest.fixture(scope="module")
-def on_two(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two ranks measured: a run that saves at dp 2, and a run with full disks."""
-    root = tmp_path_factory.mktemp("on_two")
+def on_two(
+    on_four: dict[str, Any], models: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """By case what each of two ranks measured or was told."""
+    root, run = tmp_path_factory.mktemp("on_two"), on_four["original"].run
     dp2 = Run(hf_path=models["untied"], root=str(root / "dp2"))
-    full = Run(hf_path=models["untied"], root=str(root / "full"), pp=2)
-    measured, told = on_ranks(2, (train_save_train, dp2, []), (save_on_full_disks, full, []))
-    return {"dp2": Original(dp2, measured), "full disks": told}
+    pp2 = replace(run, tp=1, pp=2)
+    vpp2, through = replace(pp2, vpp=2), replace(pp2, root=str(root / "through"))
+    jobs: dict[str, Job] = {
+        "dp2": (train_save_train, dp2, []),
+        "dp2 again": (resume_train, dp2, []),
+        "damaged": (load_damaged, dp2, [[root / "absent", root / "other", root / "garbled"]]),
+        "other model": (load_into_another_model, replace(dp2, hf_path=models["fewer words"]), []),
+        "to dp2": (resume_train, replace(run, tp=1, pp=1), []),
+        "to tp2 sp": (resume_train, replace(run, pp=1, sp=True), []),
+        "to pp2": (resume_train, pp2, []),
+        "to pp2 vpp2": (resume_train, vpp2, []),
+        "save from vpp2": (save_again, vpp2, [through.root]),
+        "through vpp2": (resume_train, through, []),
+        "no step": (save_before_the_first_step, replace(dp2, root=str(root / "no step")), []),
+        "interrupted": (save_interrupted, replace(dp2, root=str(root / "interrupted")), []),
+        "full disks": (save_on_full_disks, replace(dp2, root=str(root / "full"), pp=2), []),
+    }
+    return dict(zip(jobs, on_ranks(2, *jobs.values()), strict=True))
 
 
-def test_resume_at_dp2_is_bit_equal_and_other_optimizers_are_refused(
-    on_two: dict[str, Any], tmp_path: Path
+def assert_continues(resumed: list[dict[str, Any]], original: Original) -> None:
+    for rank in resumed:
+        for got, want in zip(rank["steps"], original.measured[0]["steps"], strict=True):
+            assert got == pytest.approx(want, rel=TOLERANCE)
+
+
+def test_resume_in_the_same_layout_is_bit_equal(on_four: dict[str, Any], on_two: dict[str, Any]) -> None:
+    assert on_four["same"] == on_four["original"].measured
+    assert on_two["dp2 again"] == on_two["dp2"]
+
+
+def test_resume_at_tp4_continues_with_the_same_losses_and_norms(on_four: dict[str, Any]) -> None:
+    # tp 4 pads the vocabulary of 251 to another size
+    assert_continues(on_four["tp4"], on_four["original"])
+
+
+@pytest.mark.parametrize("case", ["to dp2", "to tp2 sp", "to pp2", "to pp2 vpp2"])
+def test_resume_on_fewer_ranks_continues_with_the_same_losses_and_norms(
+    on_four: dict[str, Any], on_two: dict[str, Any], case: str
 ) -> None:
-    dp2 = on_two["dp2"]
-    damaged = damaged_copies(Path(dp2.run.root, "stage_1_step_000003"), tmp_path)
-    resumed, told = on_ranks(2, (resume_train, dp2.run, []), (load_damaged, dp2.run, [damaged]))
-    assert resumed == dp2.measured
-    for absent, other, garbled in told:
-        assert f"{damaged[0] / 'optimizer'}: cannot be read" in absent
+    assert_continues(on_two[case], on_four["original"])
+
+
+def test_resume_on_one_rank_continues_with_the_same_losses_and_norms(on_four: dict[str, Any]) -> None:
+    alone = replace(on_four["original"].run, tp=1, pp=1)
+    assert_continues(on_ranks(1, (resume_train, alone, []))[0], on_four["original"])
+
+
+def test_a_checkpoint_that_passed_through_vpp2_is_the_same_checkpoint(on_two: dict[str, Any]) -> None:
+    assert on_two["through vpp2"] == on_two["to pp2"]
+
+
+def test_other_optimizers_and_models_are_refused_by_name_on_every_rank(on_two: dict[str, Any]) -> None:
+    for absent, other, garbled in on_two["damaged"]:
+        assert "absent/optimizer: cannot be read" in absent
         assert "missing optimizer.state.exp_avg.decoder.final_layernorm.weight" in other
         assert "unexpected decoder.final_layernorm.weight" in other
-        assert f"{damaged[2] / 'optimizer'}: " in garbled
+        assert "garbled/optimizer: " in garbled
+    for message in on_two["other model"]:
+        assert f"{NAME}: holds another model than model.hf_path (vocab_size: was 251, is 200)" in message
 
 
-def save_again(here: Session, root: Path) -> None:
-    """Load a checkpoint in this layout and save it, unchanged, from it."""
-    from megatron_rl.model.checkpoint import CheckpointStore
-
-    here.resume()
-    store = CheckpointStore(root, keep=1, rank=here.rank, recipe=here.recipe, timeout_s=20)
-    store.save(here.policy, SAVED_AT)
-
-
-def test_a_checkpoint_that_passed_through_vpp2_is_the_same_checkpoint(tp2_pp2: Original, tmp_path: Path) -> None:
-    pp2, vpp2 = in_layout(tp2_pp2, 1, 2, 1, False), in_layout(tp2_pp2, 1, 2, 2, False)
-    _, through, direct = on_ranks(
-        2,
-        (save_again, vpp2, [tmp_path]),
-        (resume_train, replace(pp2, root=str(tmp_path)), []),
-        (resume_train, pp2, []),
-    )
-    assert through == direct
+def test_a_checkpoint_before_the_first_optimizer_step_holds_no_optimizer_and_resumes(
+    on_two: dict[str, Any],
+) -> None:
+    for files, (straight, resumed) in on_two["no step"]:
+        assert files == ["model", "state.json"]
+        assert resumed == straight
 
 
-def damaged_copies(saved: Path, root: Path) -> list[Path]:
-    """The checkpoint without its optimizer, with the model in its place, and with zeros for tensors."""
-    copies = [root / name for name in ("absent", "other", "garbled")]
-    for copy in copies:
-        shutil.copytree(saved, copy)
-    for copy in copies[:2]:
-        shutil.rmtree(copy / "optimizer")
-    shutil.copytree(saved / "model", copies[1] / "optimizer")
-    for file in copies[2].glob("optimizer/*.distcp"):
-        file.write_bytes(bytes(file.stat().st_size))
-    return copies
+def test_ctrl_c_while_saving_leaves_nothing_behind(on_two: dict[str, Any]) -> None:
+    assert on_two["interrupted"] == [[], []]
 
 
 def test_a_full_disk_of_one_rank_is_an_error_on_every_rank_and_publishes_nothing(on_two: dict[str, Any]) -> None:

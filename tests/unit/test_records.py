@@ -1,8 +1,6 @@
 """What a run leaves in its directory, also when it is stopped and continued."""
 
 import json
-import resource
-from contextlib import contextmanager
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -12,6 +10,7 @@ from megatron_rl.errors import TrainingError
 from megatron_rl.train.board import Board
 from megatron_rl.train.eval_result import EvalProblem, EvalResult
 from megatron_rl.train.records import RunRecords
+from tests.helpers.full_disk import files_limited_to
 
 
 def lines(path):
@@ -134,17 +133,6 @@ def test_looking_at_a_finished_run_again_writes_nothing(tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     RunRecords(tmp_path, last_step=2, last_iteration=0).close()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-@contextmanager
-def files_limited_to(num_bytes):
-    """Writing more to one file fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_an_error_naming_the_file_and_leaves_whole_lines(tmp_path, capfd):
