@@ -34,9 +34,9 @@ class WeightSync:
     """Sends the policy's weights to the engines, by the plan of `spec`, `layout` and `config`.
 
     `params` returns the live parameters of this rank, one mapping per model chunk. `engine` is given on rank
-    0 only. `host` is rank 0's address as workers and other trainer ranks reach it. `dtype` is the engine's;
-    values are cast before they travel. `canary` fills what a worker must not read with NaN, at the cost of
-    writing it.
+    0 only. `host` is rank 0's address as workers and other trainer ranks reach it; on `LOOPBACK` only those
+    of its own machine do. `dtype` is the engine's; values are cast before they travel. `canary` fills what a
+    worker must not read with NaN, at the cost of writing it.
     """
 
     def __init__(
