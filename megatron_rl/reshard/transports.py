@@ -120,8 +120,8 @@ def make_group(
         group = ProcessGroupGloo(PrefixStore("weights", store), rank, world, options)
     except RuntimeError as error:
         raise ReshardError(
-            f"weight transfer: rank {rank} of {world} at {own} could not join the group at {host}:{port} "
-            f"within {timeout_s:.0f} s: {_first_line(error)}"
+            f"weight transfer: rank {rank} of {world} could not join the group at {host}:{port} from "
+            f"{own} within {timeout_s:.0f} s: {_first_line(error)}"
         ) from error
     return GlooGroup(group, store, rank, timeout)
 
