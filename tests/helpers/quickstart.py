@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.processes import mark_of
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -36,13 +38,15 @@ def train(
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-def start(place: Path, run_dir: Path, *options: str, recipe: Path = RECIPE) -> subprocess.Popen[str]:
-    """The same command, running."""
+def start(
+    place: Path, run_dir: Path, *options: str, recipe: Path = RECIPE, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """The same command, running. Every process of the run carries a mark: see `processes.processes_of`."""
     command = [sys.executable, "-m", "megatron_rl", "train", str(recipe), "--run-dir", str(run_dir), *options]
     return subprocess.Popen(
         command,
         cwd=place,
-        env=_environment(),
+        env=_environment() | mark_of(run_dir) | (environment or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,0 +1,140 @@
+"""A run that was killed and resumed is the run that was not: bit for bit, through the real command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.helpers.processes import assert_nothing_is_left, ended, wait_for
+from tests.helpers.quickstart import lines, start, train
+
+SFT_STEPS, ITERATIONS = 6, 4
+SMALL = (
+    "stages.0.data=small/sft.jsonl",
+    "stages.1.prompts=small/train.jsonl",
+    f"stages.0.steps={SFT_STEPS}",
+    "stages.0.global_batch_size=16",
+    "stages.0.optimizer.lr=1e-4",
+    "stages.0.schedule={kind: cosine, warmup_steps: 2, min_lr: 1e-5}",
+    f"stages.1.iterations={ITERATIONS}",
+    "stages.1.prompts_per_iteration=8",
+    "stages.1.group_size=4",
+    "stages.1.updates_per_rollout=2",
+    # the window changes where the run is taken up again
+    "stages.1.curriculum=[{iterations: 2, difficulty: [2, 3]}, {iterations: 2, difficulty: [3, 5]}]",
+    # every group trains, so that every iteration changes the weights
+    "stages.1.rewards={math_answer: 1.0, format: 0.1}",
+    "stages.1.algorithm.drop_zero_advantage=false",
+    "stages.1.optimizer.lr=1e-4",
+    "stages.1.schedule={kind: linear, warmup_steps: 2}",
+    "stages.1.eval=null",
+    "checkpoint={every_steps: 2, keep: 2}",
+)
+KILLED_AFTER = SFT_STEPS + 3  # one iteration beyond a checkpoint
+# wall time is all that may differ
+_CLOCK = ("time_s", "sync/transfer_s", "throughput/tokens_per_s")
+
+
+@pytest.fixture(scope="module")
+def straight(place: Path, beginner: Path) -> Path:
+    """The run directory of the run that nothing happened to."""
+    run_dir = place / "runs" / "straight"
+    done = train(place, run_dir, *SMALL, f"model.hf_path={beginner}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def resumed(place: Path, beginner: Path) -> Path:
+    """The same run, killed with all its processes in the middle of RL, then continued."""
+    run_dir, model = place / "runs" / "resumed", f"model.hf_path={beginner}"
+    process = start(place, run_dir, *SMALL, model)
+    try:
+        wait_for(lambda: process.poll() is not None or num_steps(run_dir) >= KILLED_AFTER, "the third iteration")
+        os.killpg(process.pid, signal.SIGKILL)
+    finally:
+        code, _, errors = ended(process)
+    assert code == -signal.SIGKILL, errors[-3000:]
+    assert (run_dir / "rollouts" / "iter_000003.jsonl").exists()
+    done = train(place, run_dir, *SMALL, model, "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resuming from" in done.stdout and "stage_1_step_000002" in done.stdout
+    return run_dir
+
+
+def num_steps(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def without_clock(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key not in _CLOCK and not key.startswith("time/")}
+
+
+@pytest.mark.timeout(900)
+def test_the_weights_change_and_rewards_differ_in_every_iteration(straight: Path) -> None:
+    rl = lines(straight)[SFT_STEPS:]
+    assert all(line["policy/updates"] == 2 and line["policy/grad_norm"] > 0 for line in rl)
+    assert all(line["reward/std"] > 0 for line in rl)
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_and_resumed_run_measures_bit_for_bit_what_it_would_have(straight: Path, resumed: Path) -> None:
+    want, got = lines(straight), lines(resumed)
+    assert [line["step"] for line in got] == list(range(1, SFT_STEPS + ITERATIONS + 1))
+    for a, b in zip(want, got, strict=True):
+        assert without_clock(b) == without_clock(a)
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_and_resumed_run_draws_the_same_prompts_and_samples(straight: Path, resumed: Path) -> None:
+    names = [f"iter_{number:06d}.jsonl" for number in range(1, ITERATIONS + 1)]
+    for run_dir in (straight, resumed):
+        assert sorted(path.name for path in (run_dir / "rollouts").iterdir()) == names
+    for name in names:
+        assert (resumed / "rollouts" / name).read_bytes() == (straight / "rollouts" / name).read_bytes()
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_and_resumed_run_ends_with_the_same_model(straight: Path, resumed: Path) -> None:
+    for run_dir in (straight, resumed):
+        assert_nothing_is_left(run_dir)
+    name = "model/model.safetensors"
+    assert (resumed / name).read_bytes() == (straight / name).read_bytes()
+
+
+@pytest.mark.timeout(900)
+def test_tensorboard_holds_each_step_once_after_a_resume(straight: Path, resumed: Path) -> None:
+    for tag in ("reward/mean", "sft/loss", "optim/lr"):
+        curves = []
+        for run_dir in (straight, resumed):
+            board = EventAccumulator(str(run_dir / "tensorboard"))
+            board.Reload()
+            curves.append([(event.step, event.value) for event in board.Scalars(tag)])
+        assert curves[0] == curves[1]
+        assert len({step for step, _ in curves[1]}) == len(curves[1]) > 0
+
+
+@pytest.mark.timeout(900)
+def test_resuming_a_finished_run_changes_nothing_but_the_report(place: Path, beginner: Path, resumed: Path) -> None:
+    before = contents(resumed)
+    done = train(place, resumed, *SMALL, f"model.hf_path={beginner}", "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "report.html" in done.stdout
+    assert contents(resumed) == before
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    """Every file but the report and the logs, which tell of each start."""
+    files = (path for path in run_dir.rglob("*") if path.is_file())
+    named = {path.relative_to(run_dir).as_posix(): path for path in files}
+    return {
+        name: path.read_bytes()
+        for name, path in named.items()
+        if name != "report.html" and not name.startswith("logs/")
+    }
