@@ -10,6 +10,8 @@ _SILENCED = (
     ("Apex is not installed", "norms are our own"),
     ("full scope is deprecated", "megatron-core about its own default for CUDA graphs"),
     ("The .grad attribute of a Tensor that is not a leaf", "megatron-core probes every shard for a gradient"),
+    ("`load_state_dict` is deprecated", "how megatron-core reads a checkpoint"),
+    ("Please use DTensor instead", "torch about the tensors that megatron-core reads a checkpoint with"),
     (r"`torch\.distributed\.\w+` is deprecated", "megatron-core's collectives"),
 )
 
