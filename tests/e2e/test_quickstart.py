@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.recipe.load import load_recipe
-from tests.helpers.quickstart import lines, prepare, train
+from tests.helpers.quickstart import lines, train
 
 ITERATIONS = 24
 SHORTER = (
@@ -16,8 +16,9 @@ SHORTER = (
     "stages.1.curriculum=[{iterations: 12, difficulty: [2, 4]}, {iterations: 12, difficulty: [3, 7]}]",
     f"stages.1.eval.every={ITERATIONS}",
 )
-# measured: +12 to +20 points; a model that does not learn stays within +-2 (two standard errors of 255 problems)
-MIN_GAIN = 0.06
+# measured after 20 iterations: +14 to +22 points over three seeds; a model that learns nothing stays within +-4,
+# twice the standard error over the 255 problems
+MIN_GAIN = 0.08
 
 LAYOUTS = {
     "tp1": (),
@@ -29,7 +30,6 @@ BRIEF = (
     "stages.0.steps=4",
     "stages.0.schedule.warmup_steps=2",
     "stages.0.optimizer.lr=1e-5",
-    "stages.0.schedule.min_lr=1e-6",
     "stages.1.iterations=2",
     "stages.1.curriculum=[]",
     "stages.1.prompts_per_iteration=8",
@@ -42,14 +42,6 @@ RL_METRICS = """
     time/generate_s time/reward_s time/logprob_s time/train_s time/sync_s time/other_s time/iteration_s
     throughput/tokens_per_s
 """.split()
-
-
-@pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the quickstart's model and data."""
-    root = tmp_path_factory.mktemp("quickstart")
-    prepare(root)
-    return root
 
 
 @pytest.fixture(scope="session")
