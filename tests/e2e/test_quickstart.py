@@ -33,6 +33,7 @@ BRIEF = (
     "stages.1.iterations=2",
     "stages.1.curriculum=[]",
     "stages.1.prompts_per_iteration=8",
+    "stages.1.schedule.warmup_steps=0",
     "stages.1.eval=null",
 )
 RL_METRICS = """
