@@ -19,6 +19,7 @@ from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.problems import Problem, raise_problems
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import RlStage, SftStage, Stage
+from megatron_rl.reshard.tables import check_target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,7 @@ class ResolvedStage:
     optimizer_steps: int
     samples_per_step: int              # samples or rollouts of one optimizer step, all dp ranks
     samples_per_step_per_dp: int
-    trajectories_per_iteration: int    # 0 for SFT
+    rollouts_per_iteration: int        # 0 for SFT
     max_tokens_per_iteration: int      # prompt and response, if every sample is as long as allowed
     max_tokens_total: int
 
@@ -66,6 +67,7 @@ def check_recipe(loaded: LoadedRecipe, *, world_size: int, model_spec: ModelSpec
         problems += stage_problems(stage, path)
         if layout is not None:
             problems += _dp_problems(stage, path, layout.dp)
+            problems += _padding_problems(stage, path, layout)
         if spec is not None:
             problems += _length_problems(stage, path, spec)
     if spec is not None:
@@ -141,9 +143,9 @@ def _split_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     for i, stage in enumerate(recipe.stages):
         if isinstance(stage, RlStage):
             try:
-                spec.check_layout(ParallelLayout(tp=stage.engine.tp))
+                check_target(spec, tp=stage.engine.tp)
             except LayoutError as error:
-                yield Problem(f"stages.{i}.engine.tp", _as_problem(error, "layout").text)
+                yield Problem(f"stages.{i}.engine.tp", _as_problem(error, "engine.tp").text)
 
 
 def _as_problem(error: MegatronRLError, fallback: str) -> Problem:
@@ -169,6 +171,20 @@ def _dp_problems(stage: Stage, path: str, dp: int) -> Iterator[Problem]:
             f"prompts_per_iteration / updates_per_rollout * group_size = {stage.prompts_per_iteration} / "
             f"{stage.updates_per_rollout} * {stage.group_size} = {samples} rollouts per optimizer step, "
             f"must be a multiple of the {dp} data-parallel ranks",
+        )
+
+
+def _padding_problems(stage: Stage, path: str, layout: ParallelLayout) -> Iterator[Problem]:
+    """Sequence parallelism pads a micro-batch to a multiple of tp, so only whole multiples can be filled."""
+    positions = _longest_sample(stage) - 1  # the last token is only predicted
+    budget = stage.tokens_per_microbatch
+    # one below the longest sample has its own line
+    if layout.sp and budget > positions > budget // layout.tp * layout.tp:
+        yield Problem(
+            f"{path}.tokens_per_microbatch",
+            f"got {budget}, of which layout.sp with tp = {layout.tp} can fill {budget // layout.tp * layout.tp}, "
+            f"but the longest sample takes {positions} positions; "
+            f"raise it to {-(-positions // layout.tp) * layout.tp} or lower the longest sample",
         )
 
 
@@ -205,18 +221,18 @@ def _longest_sample(stage: Stage) -> int:
 
 def _resolve_stage(stage: Stage, dp: int) -> ResolvedStage:
     if isinstance(stage, RlStage):
-        iterations, trajectories = stage.iterations, stage.prompts_per_iteration * stage.group_size
+        iterations, rollouts = stage.iterations, stage.prompts_per_iteration * stage.group_size
     else:
-        iterations, trajectories = stage.steps, 0
+        iterations, rollouts = stage.steps, 0
     samples = _samples_per_step(stage)
-    tokens = (trajectories or samples) * _longest_sample(stage)
+    tokens = (rollouts or samples) * _longest_sample(stage)
     return ResolvedStage(
         kind=stage.kind,
         iterations=iterations,
         optimizer_steps=optimizer_steps(stage),
         samples_per_step=samples,
         samples_per_step_per_dp=samples // dp,
-        trajectories_per_iteration=trajectories,
+        rollouts_per_iteration=rollouts,
         max_tokens_per_iteration=tokens,
         max_tokens_total=tokens * iterations,
     )

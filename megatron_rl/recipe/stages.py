@@ -34,7 +34,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """Learning rate over the optimizer steps of the stage: linear warm-up, then `kind` down to `min_lr`."""
+    """Learning rate over the optimizer steps of the stage: linear warm-up, then `kind` down to `min_lr`.
+
+    In RL it is laid out over iterations * updates_per_rollout steps. Iterations whose groups are dropped take
+    fewer, so its end may not be reached.
+    """
 
     kind: Literal["constant", "cosine", "linear"] = "constant"
     warmup_steps: NonNegativeInt = 0
@@ -100,18 +104,19 @@ class GraderConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Generation engines, each in its own processes. Ports are free ones unless `port` is given."""
+    """Generation engines, each in its own processes."""
 
     kind: Literal["vllm"] = "vllm"
     tp: PositiveInt = 1  # tensor-parallel workers of one engine
     replicas: PositiveInt = 1  # engines
-    port: NonNegativeInt = 0  # base port of weight transfer; 0: any free one
+    port: NonNegativeInt = 0  # the one port of weight transfer; 0: any free one
     max_concurrent: PositiveInt = 256  # sequences decoded at once by one engine
     kv_cache_gib: PositiveInt = 1  # CPU: size of the KV cache
     # GPU: share of all memory of each of its GPUs that an engine takes for weights and KV cache. Trainer ranks
     # live on the same GPUs, so leave them the rest: weights, gradients, optimizer state, activations
     gpu_memory_fraction: Probability = 0.85
     start_timeout_s: PositiveFloat = 300.0
+    # of one call with all its requests: an engine's share of an iteration, or of an evaluation set
     request_timeout_s: PositiveFloat = 600.0
     parity_bound: PositiveFloat | None = None  # largest allowed log-prob gap; none: 1e-4 fp32, 0.2 bf16
 

@@ -49,10 +49,10 @@ def summary_table(loaded: LoadedRecipe, resolved: Resolved) -> str:
             ("  samples per step", f"{stage.samples_per_step:,}"),
             ("  samples per dp rank", f"{stage.samples_per_step_per_dp:,}"),
         ]
-        if stage.trajectories_per_iteration:
+        if stage.rollouts_per_iteration:
             rows += [
                 ("  iterations", f"{stage.iterations:,}"),
-                ("  rollouts per iteration", f"{stage.trajectories_per_iteration:,}"),
+                ("  rollouts per iteration", f"{stage.rollouts_per_iteration:,}"),
                 ("  tokens per iteration", f"at most {stage.max_tokens_per_iteration:,}"),
             ]
         rows.append(("  tokens in all", f"at most {stage.max_tokens_total:,}"))

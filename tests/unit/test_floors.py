@@ -66,6 +66,7 @@ WITHOUT_TORCH = [
     "megatron_rl.parallel.layout",
     "megatron_rl.model.spec",
     "megatron_rl.model.hf_tables",
+    "megatron_rl.reshard.tables",
     "megatron_rl.train.launcher",
     "megatron_rl.train.run_dir",
     "megatron_rl.cli",

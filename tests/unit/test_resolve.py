@@ -36,7 +36,7 @@ def test_a_good_recipe_gives_its_numbers(recipe):
     assert resolved.num_parameters == 2 * 70 * 64 + 4 * per_layer + 64
     sft, rl = resolved.stages
     assert (sft.optimizer_steps, sft.samples_per_step, sft.samples_per_step_per_dp) == (20, 8, 4)
-    assert (rl.iterations, rl.optimizer_steps, rl.trajectories_per_iteration) == (6, 12, 32)
+    assert (rl.iterations, rl.optimizer_steps, rl.rollouts_per_iteration) == (6, 12, 32)
     assert (rl.samples_per_step, rl.samples_per_step_per_dp) == (16, 8)
     assert (rl.max_tokens_per_iteration, rl.max_tokens_total) == (32 * 96, 6 * 32 * 96)
     assert smallest_world(loaded.recipe) == 4
@@ -49,6 +49,24 @@ def test_a_given_spec_is_used_instead_of_the_directory(recipe):
         qkv_bias=True, qk_norm=False,
     )  # fmt: skip
     assert check_recipe(load_recipe(recipe), world_size=1, model_spec=spec).spec is spec
+
+
+def test_an_engine_that_cannot_split_the_vocabulary_is_a_problem(recipe):
+    spec = ModelSpec(
+        family="qwen2", num_layers=2, hidden_size=24, ffn_size=96, num_heads=6, num_kv_heads=3, head_dim=4,
+        vocab_size=70, max_positions=128, rope_theta=1e4, norm_eps=1e-6, tied=True,
+        qkv_bias=True, qk_norm=False,
+    )  # fmt: skip
+    words = r"stages\.1\.engine\.tp.*: got 3, which does not divide the model's 128 padded vocabulary rows"
+    with pytest.raises(RecipeError, match=words):
+        check_recipe(load_recipe(recipe, ["stages.1.engine.tp=3"]), world_size=1, model_spec=spec)
+
+
+@pytest.mark.parametrize("overrides", [["stages.1.tokens_per_microbatch=100"], ["layout.sp=false"]])
+def test_a_micro_batch_that_holds_the_padded_longest_sample_is_enough(recipe, overrides):
+    layout = ["layout.sp=true", "layout.tp=4"]
+    sizes = ["stages.1.sampling.max_response_tokens=66", "stages.1.tokens_per_microbatch=98"]
+    check_recipe(load_recipe(recipe, [*layout, *sizes, *overrides]), world_size=4)
 
 
 CASES = [
@@ -88,6 +106,11 @@ CASES = [
     (["stages.0.max_sample_tokens=300"], 1, "stages.0.max_sample_tokens", "the model has 256 positions"),
     (["stages.1.tokens_per_microbatch=95"], 1, "stages.1.tokens_per_microbatch", "raise it to 96"),
     (["stages.0.tokens_per_microbatch=127"], 1, "stages.0.tokens_per_microbatch", "raise it to 128"),
+    (["layout.sp=true", "layout.tp=4", "stages.1.sampling.max_response_tokens=66",
+      "stages.1.tokens_per_microbatch=98"], 4, "stages.1.tokens_per_microbatch",
+     "with tp = 4 can fill 96, but the longest sample takes 97 positions; raise it to 100"),
+    (["layout.sp=true", "layout.tp=4", "stages.0.max_sample_tokens=126", "stages.0.tokens_per_microbatch=127"],
+     4, "stages.0.tokens_per_microbatch", "the longest sample takes 125 positions; raise it to 128"),
     (["stages.1.engine.port=70000"], 1, "stages.1.engine.port", "at most 65535"),
     (["model.hf_path=nowhere"], 1, "model.hf_path", "no directory nowhere in "),
     (["stages.0.data=a.jsonl"], 1, "stages.0.data", "no file a.jsonl in "),
