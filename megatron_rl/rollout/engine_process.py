@@ -19,6 +19,7 @@ from megatron_rl.rollout.wire import Message, WireClosed, WireTimeout, recv_mess
 
 _LOG_TAIL_LINES = 12
 _STOP_GRACE_S = 5.0
+_STARTING = "starting"
 
 
 class EngineProcess:
@@ -27,7 +28,6 @@ class EngineProcess:
     def __init__(self, replica: int, log_path: Path) -> None:
         self.replica, self.log_path = replica, log_path
         self._lock = threading.Lock()
-        self._next_id = 0
         self._broken: str | None = None
         self._shared_memory: set[Path] = set()
         self._sock, theirs = socket.socketpair()
@@ -61,12 +61,10 @@ class EngineProcess:
     def name(self) -> str:
         return f"engine replica {self.replica} (pid {self.pid})"
 
-    def start(self, message: Message, *, timeout_s: float) -> Message:
-        """Send the start message and wait for `ready`. Raises EngineError with the end of the log."""
-        answer = self._exchange(message, timeout_s=timeout_s, doing="starting")
-        ready: Message = answer["ready"]
+    def start(self, message: Message, *, timeout_s: float) -> None:
+        """Send the start message and wait until it is ready. Raises EngineError with the end of the log."""
+        self._exchange(message, timeout_s=timeout_s, doing=_STARTING)
         self._shared_memory = shared_memory_of_group(self.pid)
-        return ready
 
     def ask(self, cmd: str, *, timeout_s: float, **fields: Any) -> Any:
         """One command and its result. Raises what the engine says, and EngineError if it died."""
@@ -107,17 +105,14 @@ class EngineProcess:
         return answer
 
     def _round_trip(self, message: Message, *, deadline: float, timeout_s: float, doing: str) -> Message:
-        self._next_id += 1
         try:
-            send_message(
-                self._sock,
-                {"id": self._next_id, **message},
-                timeout_s=max(0.0, deadline - time.monotonic()),
-            )
+            send_message(self._sock, message, timeout_s=max(0.0, deadline - time.monotonic()))
             return recv_message(self._sock, timeout_s=max(0.0, deadline - time.monotonic()))
         except WireTimeout as error:
+            setting = "engine.start_timeout_s" if doing == _STARTING else "engine.request_timeout_s"
             self._broken = (
-                f"{self.name}: did not answer within {timeout_s:g} s while {doing}; {self._log_tail()}"
+                f"{self.name}: did not answer within {timeout_s:g} s while {doing}; "
+                f"raise {setting} if it needs longer; {self._log_tail()}"
             )
             raise EngineError(self._broken) from error
         except WireClosed as error:

@@ -35,7 +35,6 @@ class VllmEngine:
         self._replicas: list[EngineProcess] = []
         self._threads = ThreadPoolExecutor(max_workers=config.replicas, thread_name_prefix="engine")
         self._weight_version = -1
-        self.versions: dict[str, Any] = {}  # of vllm and torch, and seconds of the start, as replica 0 said
 
     @classmethod
     def start(
@@ -81,7 +80,7 @@ class VllmEngine:
         try:
             for index in range(config.replicas):
                 engine._replicas.append(EngineProcess(index, Path(log_dir) / f"engine_{index}.log"))
-            ready = engine._all(
+            engine._all(
                 lambda replica: replica.start(
                     {**message, "devices": devices[replica.replica]}, timeout_s=config.start_timeout_s
                 )
@@ -89,7 +88,6 @@ class VllmEngine:
         except BaseException:
             engine.close()
             raise
-        engine.versions = ready[0]
         return engine
 
     def __enter__(self) -> Self:
@@ -188,8 +186,10 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop every process of every replica within seconds; safe to call twice."""
-        for replica in self._replicas:
-            replica.close()
+        if self._replicas:
+            # at once, and not on the pool: a busy replica takes seconds to stop and holds a thread of it
+            with ThreadPoolExecutor(max_workers=len(self._replicas)) as closing:
+                list(closing.map(EngineProcess.close, self._replicas))
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _check_fits(self, what: str, prompt_tokens: int, max_tokens: int) -> None:

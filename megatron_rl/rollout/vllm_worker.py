@@ -44,7 +44,8 @@ def main() -> int:
         start = recv_message(sock)
         began = time.monotonic()
         server = EngineServer(_build_llm(start), start["tp"])
-        send_message(sock, {"id": start["id"], "ready": {**_versions(), "start_s": time.monotonic() - began}})
+        print(f"--- ready in {time.monotonic() - began:.1f} s with {_versions()}", flush=True)
+        send_message(sock, {"result": None})
         server.serve(sock)
         # taking vLLM apart costs seconds and frees nothing that our owner does not: it ends our group at once
         sys.stdout.flush()
@@ -53,9 +54,8 @@ def main() -> int:
         return 0
     except Exception as error:  # whatever it is, the owner must hear of it
         traceback.print_exc()
-        send_message(sock, {"id": 0, "error": {"kind": "start", "message": _one_line(error)}})
+        send_message(sock, {"error": {"kind": "start", "message": _one_line(error)}})
         return 1
-    return 0
 
 
 def _die_with_owner(life: socket.socket, owner: int) -> None:
@@ -165,7 +165,7 @@ class EngineServer:
         while True:
             message = recv_message(sock)
             if message["cmd"] == "shutdown":
-                send_message(sock, {"id": message["id"], "result": None})
+                send_message(sock, {"result": None})
                 return
             try:
                 answer = {"result": self._commands[message["cmd"]](message)}
@@ -175,12 +175,11 @@ class EngineServer:
                 traceback.print_exc()
                 answer = {"error": {"kind": "engine", "message": _one_line(error)}}
             try:
-                send_message(sock, {"id": message["id"], **answer})
+                send_message(sock, answer)
             except WireClosed:
                 raise
             except EngineError as error:  # an answer too large to send; the owner waits for one all the same
-                refusal = {"kind": "engine", "message": _one_line(error)}
-                send_message(sock, {"id": message["id"], "error": refusal})
+                send_message(sock, {"error": {"kind": "engine", "message": _one_line(error)}})
 
     def _status(self, message: Message) -> Message:
         return {"weight_version": self._version, "stale": self._stale}
@@ -291,11 +290,11 @@ def _discard_staged(worker: Any) -> None:
     worker.weight_transfer_engine.discard()
 
 
-def _versions() -> dict[str, str]:
+def _versions() -> str:
     import torch
     import vllm
 
-    return {"vllm": vllm.__version__, "torch": torch.__version__}
+    return f"vllm {vllm.__version__}, torch {torch.__version__}"
 
 
 def _one_line(error: BaseException) -> str:
