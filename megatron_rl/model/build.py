@@ -21,7 +21,7 @@ from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
 
-__all__ = ["PolicyGPTModel", "build_model", "packed_seq_params"]
+__all__ = ["PolicyGPTModel", "build_model", "packed_seq_params", "unwrapped"]
 
 
 class PolicyGPTModel(GPTModel):
@@ -57,6 +57,13 @@ def build_model(
         _build_chunk(spec, layout, config, kind=kind, pp_rank=pp_rank, chunk=chunk)
         for chunk in range(layout.vpp)
     ]
+
+
+def unwrapped(chunk: torch.nn.Module) -> Any:
+    """The model inside DDP and mixed precision."""
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return chunk
 
 
 def _build_chunk(

@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.model import checkpoint_files as files
+from megatron_rl.model.build import unwrapped
 from megatron_rl.model.checkpoint_files import SavedState
 from megatron_rl.model.checkpoint_tensors import Prepared, prepare_sharded, read_sharded, write_sharded
 from megatron_rl.model.spec import ModelSpec
@@ -111,7 +112,7 @@ class CheckpointStore:
         files.check_same_model(saved, _flat_spec(policy))
         loaded = read_sharded(_model_state(policy), saved.path / _MODEL_DIR)
         for number, chunk in enumerate(policy.ddp_chunks):
-            _unwrapped(chunk).load_state_dict(loaded[f"model{number}"])
+            unwrapped(chunk).load_state_dict(loaded[f"model{number}"])
 
     def load_optimizer(self, policy: Trainable, saved: SavedState) -> None:
         """Fill a new optimizer, its step count included, from a checkpoint of any layout. Collective.
@@ -204,12 +205,5 @@ def _prepared(states: Mapping[str, dict[str, Any]]) -> dict[str, Prepared]:
 
 def _model_state(policy: Trainable) -> dict[str, Any]:
     """Live tensors of every chunk; their keys count layers over the whole model, so chunks never collide."""
-    chunks = [_unwrapped(chunk) for chunk in policy.ddp_chunks]
+    chunks = [unwrapped(chunk) for chunk in policy.ddp_chunks]
     return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
-
-
-def _unwrapped(chunk: nn.Module) -> Any:
-    """The model inside DDP and mixed precision."""
-    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
-        chunk = inner
-    return chunk

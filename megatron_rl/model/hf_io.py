@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from megatron_rl.errors import ModelError
+from megatron_rl.model.build import unwrapped
 from megatron_rl.model.hf_files import (
     MAX_FILE_BYTES,
     HfCheckpoint,
@@ -82,9 +83,7 @@ def _named_params(chunks: Sequence[nn.Module]) -> dict[tuple[int, str], Tensor]:
     """(chunk, name) -> parameter, with DDP and mixed-precision wrappers taken off."""
     params: dict[tuple[int, str], Tensor] = {}
     for number, chunk in enumerate(chunks):
-        while isinstance(inner := getattr(chunk, "module", None), nn.Module):
-            chunk = inner
-        params.update({(number, name): param.data for name, param in chunk.named_parameters()})
+        params.update({(number, name): param.data for name, param in unwrapped(chunk).named_parameters()})
     return params
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ReshardError
-from megatron_rl.reshard.plan import ReshardPlan, Transfer
+from megatron_rl.reshard.plan import ReshardPlan, Transfer, by_peer
 from megatron_rl.reshard.transports import Pending, Transport
 
 _DIGEST_BYTES = 16
@@ -33,7 +33,7 @@ def send_weights(
     parameter that is missing or mis-shaped, or the peer that did not take its buffer in time.
     """
     pending: list[tuple[Pending, Tensor]] = []
-    for worker, transfers in _by_peer(plan.sends(rank), "target"):
+    for worker, transfers in by_peer(plan.sends(rank), "target").items():
         buffer = pack(plan, transfers, params, dtype=dtype, version=version)
         pending.append((group.send(buffer, plan.source.world_size + worker), buffer))
     for work, _ in pending:
@@ -47,7 +47,7 @@ def receive_weights(plan: ReshardPlan, worker: int, group: Transport, *, version
     Raises ReshardError naming the rank on a time-out, a foreign version or a wrong digest.
     """
     pending: list[tuple[int, Pending, Tensor]] = []
-    for source, transfers in _by_peer(plan.recvs(worker), "source"):
+    for source, transfers in by_peer(plan.recvs(worker), "source").items():
         buffer = torch.empty(sum(t.bytes for t in transfers) + SEAL_BYTES, dtype=torch.uint8)
         pending.append((source, group.recv(buffer, source), buffer))
     payloads = {}
@@ -104,7 +104,7 @@ def unpack(
     Raises ReshardError naming the trainer rank whose payload is missing or of the wrong size.
     """
     parts: dict[str, list[tuple[Transfer, Tensor]]] = {}
-    for source, transfers in _by_peer(plan.recvs(worker), "source"):
+    for source, transfers in by_peer(plan.recvs(worker), "source").items():
         expected = sum(t.bytes for t in transfers)
         got = payloads[source].numel() if source in payloads else 0
         if got != expected:
@@ -167,10 +167,3 @@ def _digest(plan: ReshardPlan, payload: Tensor, version: int) -> bytes:
     state.update(struct.pack("<q", version))
     state.update(payload.numpy().data)
     return state.digest()
-
-
-def _by_peer(transfers: Sequence[Transfer], key: str) -> list[tuple[int, list[Transfer]]]:
-    peers: dict[int, list[Transfer]] = {}
-    for transfer in transfers:
-        peers.setdefault(getattr(transfer, key), []).append(transfer)
-    return sorted(peers.items())

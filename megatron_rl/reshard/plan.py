@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from functools import cached_property
 from math import prod
@@ -69,11 +69,11 @@ class ReshardPlan:
 
     @cached_property
     def _by_source(self) -> Mapping[int, list[Transfer]]:
-        return _grouped(self.transfers, "source")
+        return by_peer(self.transfers, "source")
 
     @cached_property
     def _by_target(self) -> Mapping[int, list[Transfer]]:
-        return _grouped(self.transfers, "target")
+        return by_peer(self.transfers, "target")
 
     def sends(self, rank: int) -> list[Transfer]:
         """What a trainer rank sends, all workers mixed, in plan order."""
@@ -313,11 +313,12 @@ def _take(name: str, size: int, span: Need, holder: _Holder, load: dict[int, int
     )
 
 
-def _grouped(transfers: tuple[Transfer, ...], key: str) -> dict[int, list[Transfer]]:
+def by_peer(transfers: Sequence[Transfer], key: str) -> dict[int, list[Transfer]]:
+    """Transfers of each `source` or `target` (`key`), lowest first, in the order in which they came."""
     groups: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         groups[getattr(transfer, key)].append(transfer)
-    return dict(groups)
+    return dict(sorted(groups.items()))
 
 
 def _mib(size: int) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from megatron_rl.data.types import RewardResult, Verdict
+from megatron_rl.data.types import RewardResult
 from megatron_rl.errors import RecipeError, RewardError
 from megatron_rl.rewards import REWARDS
 from megatron_rl.rewards.protocol import Grade, Reward, RewardInput
@@ -43,24 +41,13 @@ class RewardModel:
         self._weights = dict(weights)
         self._judge = next(name for name in weights if REWARDS[name].judges_answers)
         self._rewards: dict[str, Reward] = {name: REWARDS[name].build(workers, timeout_s) for name in weights}
-        self._counts: Counter[Verdict] = Counter()
-        self._lock = threading.Lock()
 
     def grade(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
         """One result per input, in order. Never raises for what a response contains."""
         grades = {name: self._grade_by(name, inputs) for name in self._rewards}
-        results = [
+        return [
             self._combine({name: of[index] for name, of in grades.items()}) for index in range(len(inputs))
         ]
-        with self._lock:
-            self._counts.update(result.verdict for result in results)
-        return results
-
-    def take_counts(self) -> dict[Verdict, int]:
-        """How often each verdict was given since the last call; all six are present."""
-        with self._lock:
-            counts, self._counts = self._counts, Counter()
-        return {verdict: counts[verdict] for verdict in Verdict}
 
     def close(self) -> None:
         """Release every process; safe to call twice."""

@@ -58,10 +58,8 @@ class Console:
         if self._on_terminal:
             self._bar = _Bar(self._stream, stage, total=total, done=done)
 
-    def step(self, index: int, total: int, metrics: Mapping[str, float], *, stage: str | None = None) -> None:
+    def step(self, index: int, total: int, metrics: Mapping[str, float]) -> None:
         """Step `index` of `total` (from 1) has ended."""
-        if stage is not None and stage != self._stage:
-            self.begin(stage, total=total, done=index - 1)
         self._ends.append(self._clock())
         if not self._enabled:
             return
@@ -109,14 +107,17 @@ class Console:
 
 
 def key_numbers(metrics: Mapping[str, float]) -> str:
-    """The numbers worth a glance at every step, evaluations first."""
+    """The numbers worth a glance at every step, evaluations first; how many are not finite, if any, last."""
     shown = [f"{name[5:-9]} {100 * value:.1f} %" for name, value in metrics.items() if _is_eval(name)]
     labels: set[str] = set()
     for name, label, form in _KEY_NUMBERS:
         if name in metrics and label not in labels and len(shown) < _MAX_NUMBERS:
             labels.add(label)
             shown.append(f"{label} {metrics[name]:{form}}")
-    return "  ".join(shown[:_MAX_NUMBERS])
+    shown = shown[:_MAX_NUMBERS]
+    if metrics.get("records/not_finite"):
+        shown.append(f"NOT FINITE {metrics['records/not_finite']:.0f}")
+    return "  ".join(shown)
 
 
 def _is_eval(name: str) -> bool:

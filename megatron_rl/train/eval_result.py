@@ -70,12 +70,11 @@ class EvalResult:
         return [*bands, _band("none given", rest)] if rest else bands
 
     def metrics(self) -> dict[str, float]:
-        """The flat numbers that go to metrics.jsonl."""
-        return {
-            f"eval/{self.name}/avg_at_k": self.avg_at_k,
-            f"eval/{self.name}/stderr": self.overall().stderr,
-            f"eval/{self.name}/truncated_frac": self.truncated_frac,
-        }
+        """The flat numbers that go to metrics.jsonl; a single problem has no standard error."""
+        numbers = {"avg_at_k": self.avg_at_k, "stderr": self.overall().stderr, "truncated_frac": self.truncated_frac}
+        if len(self.problems) == 1:
+            del numbers["stderr"]
+        return {f"eval/{self.name}/{name}": value for name, value in numbers.items()}
 
     def to_json(self) -> dict[str, Any]:
         """The line of eval.jsonl."""

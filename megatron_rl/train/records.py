@@ -1,7 +1,7 @@
 """What a run leaves in its directory, written by one rank: metrics, board events, rollouts, evaluations.
 
 Whole files appear at once (written beside, then renamed); lines are flushed one by one. JSON stays valid: a
-number that is not finite becomes null and is counted.
+number that is not finite becomes null and is counted in the next line of metrics.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ EVAL_FILE = "eval.jsonl"
 RECIPE_FILE = "recipe.resolved.yaml"
 ROLLOUTS = "rollouts"
 BOARD = "tensorboard"
+NOT_FINITE = "records/not_finite"
 _FIXED_KEYS = ("stage", "iteration", "step", "time_s")
 
 
@@ -48,7 +49,7 @@ class RunRecords:
         self._started = time.monotonic() - (float(kept[-1]["time_s"] or 0.0) if kept else 0.0)
         is_continued = last_step is not None or bool(kept)
         self._board = Board(self.run_dir / BOARD, purge_step=self._last_step + 1 if is_continued else None)
-        self.num_not_finite = 0
+        self._num_not_finite = 0  # since the last line of metrics
 
     def log_step(
         self,
@@ -57,12 +58,11 @@ class RunRecords:
         stage: str,
         iteration: int,
         step: int,
-        time_s: float | None = None,
-    ) -> None:
+    ) -> int:
         """One line of metrics.jsonl and one point per number on the board.
 
-        `time_s` is seconds since the run began; none: now. Raises TrainingError for a step that is not beyond
-        the last one.
+        Returns how many numbers were not finite in this line and in what was written since the one before; if
+        there are any, the line says so as well. Raises TrainingError for a step that is not beyond the last one.
         """
         if step <= self._last_step:
             raise TrainingError(
@@ -71,21 +71,24 @@ class RunRecords:
         clash = [name for name in metrics if name in _FIXED_KEYS]
         if clash:
             raise TrainingError(f"records: metric {clash[0]!r} has the name of a fixed key; rename it")
-        elapsed = time.monotonic() - self._started if time_s is None else time_s
         line: dict[str, Any] = {
             "stage": stage,
             "iteration": iteration,
             "step": step,
-            "time_s": round(elapsed, 3),
+            "time_s": round(time.monotonic() - self._started, 3),
         }
         for name, value in metrics.items():
             line[name] = self._finite(float(value))
         points = {name: line[name] for name in metrics if line[name] is not None}
+        not_finite, self._num_not_finite = self._num_not_finite, 0
+        if not_finite:
+            line[NOT_FINITE] = points[NOT_FINITE] = not_finite
         with writing(self.run_dir / METRICS_FILE):
             self._append(self._metrics, line)
         with writing(self.run_dir / BOARD):
             self._board.add(points, step=step)
         self._last_step = step
+        return not_finite
 
     @property
     def last_step(self) -> int:
@@ -141,7 +144,7 @@ class RunRecords:
     def _finite(self, value: float) -> float | None:
         if math.isfinite(value):
             return value
-        self.num_not_finite += 1
+        self._num_not_finite += 1
         return None
 
     def _clean(self, value: Any) -> Any:

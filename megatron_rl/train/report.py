@@ -120,8 +120,8 @@ def _curves(run: RunData) -> str:
 
 
 def _time(run: RunData) -> str:
-    seconds = {name: value for name, value in run.seconds_per_phase().items() if value > 0}
-    return _section("Time per phase", bar_chart(seconds, unit="s"))
+    seconds = {name: value for name, value in run.seconds_per_span().items() if value > 0}
+    return _section("Time per span", bar_chart(seconds, unit="s"))
 
 
 def _rollouts(run: RunData) -> str:

@@ -21,9 +21,10 @@ from megatron_rl.train.console import Console
 from megatron_rl.train.eval_result import EvalResult
 from megatron_rl.train.files import writing
 from megatron_rl.train.progress import Progress, stage_label, stage_length
-from megatron_rl.train.records import RunRecords
+from megatron_rl.train.records import NOT_FINITE, RunRecords
+from megatron_rl.train.report import write_report
 from megatron_rl.train.run_dir import LOGS
-from megatron_rl.train.summary import summary_text, write_report
+from megatron_rl.train.summary import summary_text
 
 
 class Reporter:
@@ -76,19 +77,17 @@ class Reporter:
         """The step that led to `progress`, with the evaluations made after it."""
         label = stage_label(self._stages, progress.stage)
         evaluated = {name: value for result in self._pending for name, value in result.metrics().items()}
+        shown = {**evaluated, **metrics}
         if self._records is not None:
-            self._records.log_step(
-                {**evaluated, **metrics},
-                stage=label,
-                iteration=progress.step,
-                step=progress.global_step(self._stages),
+            not_finite = self._records.log_step(
+                shown, stage=label, iteration=progress.step, step=progress.global_step(self._stages)
             )
+            if not_finite:
+                shown[NOT_FINITE] = not_finite
             for result in self._pending:
                 self._records.write_eval(result, stage=label)
         self._pending = []
-        self._console.step(
-            progress.step, stage_length(self._stages[progress.stage]), {**evaluated, **metrics}
-        )
+        self._console.step(progress.step, stage_length(self._stages[progress.stage]), shown)
 
     def starting_point(self, progress: Progress, results: Sequence[EvalResult]) -> None:
         """Evaluations before the first step of a stage."""

@@ -42,7 +42,7 @@ class RunData:
         """Stage names in order of appearance."""
         return list(dict.fromkeys(str(line["stage"]) for line in self.lines))
 
-    def seconds_per_phase(self) -> dict[str, float]:
+    def seconds_per_span(self) -> dict[str, float]:
         """Total seconds of each `time/NAME_s` over the run, largest first, without the iteration itself."""
         totals: dict[str, float] = {}
         for line in self.lines:

@@ -8,20 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rl.train.console import format_seconds
-from megatron_rl.train.eval_result import Band, EvalProblem, EvalResult, paired_bands
-from megatron_rl.train.report import REPORT_FILE, write_report
+from megatron_rl.train.eval_result import Band, EvalResult, paired_bands
+from megatron_rl.train.report import REPORT_FILE
 from megatron_rl.train.run_data import RunData, read_run, smooth
-
-__all__ = ["EvalProblem", "EvalResult", "sparkline", "summary_text", "write_report"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 50
 
 
 def summary_text(run_dir: Path | str) -> str:
-    """Before and after per difficulty band, reward curve, seconds per phase, and where to look further."""
+    """Before and after per difficulty band, reward curve, seconds per span, and where to look further."""
     run = read_run(run_dir)
-    parts = [*_eval_tables(run), _reward_curve(run), _phases(run), _paths(run)]
+    parts = [*_eval_tables(run), _reward_curve(run), _spans(run), _paths(run)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -73,8 +71,8 @@ def _reward_curve(run: RunData) -> str:
     return f"reward  {sparkline(values)}  {values[0]:.3f} -> {values[-1]:.3f} over {len(values)} iterations"
 
 
-def _phases(run: RunData) -> str:
-    seconds = run.seconds_per_phase()
+def _spans(run: RunData) -> str:
+    seconds = run.seconds_per_span()
     if not seconds:
         return ""
     total = sum(seconds.values())

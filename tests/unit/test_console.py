@@ -90,6 +90,11 @@ def test_key_numbers_are_few_and_evaluations_come_first():
     assert len(shown) == 6
 
 
+def test_numbers_that_are_not_finite_are_told_beside_the_key_numbers():
+    shown = key_numbers({"reward/mean": 0.5, "records/not_finite": 2})
+    assert shown == "reward 0.500  NOT FINITE 2"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (605, "10m05s"), (7500, "2h05m")]
 )

@@ -10,7 +10,8 @@ from megatron_rl.data.types import Completion, Finish, Prompt, RewardResult, Rol
 from megatron_rl.errors import DataError
 from megatron_rl.train.eval_result import EvalProblem, EvalResult
 from megatron_rl.train.records import RunRecords
-from megatron_rl.train.summary import sparkline, summary_text, write_report
+from megatron_rl.train.report import write_report
+from megatron_rl.train.summary import sparkline, summary_text
 
 VOID = {"meta", "br", "hr", "img", "line", "circle", "rect", "polyline"}
 
@@ -100,7 +101,7 @@ def test_summary_shows_before_and_after_per_band_from_the_sft_starting_point(tmp
     assert ["all", "20", "25.0", "(5.7)", "62.5", "(8.6)", "+37.5"] in rows
 
 
-def test_summary_shows_the_reward_curve_the_phases_and_the_paths(tmp_path):
+def test_summary_shows_the_reward_curve_the_spans_and_the_paths(tmp_path):
     write_run(tmp_path)
     report = write_report(tmp_path)
     text = summary_text(tmp_path)
@@ -128,10 +129,10 @@ def test_report_is_one_well_formed_file_that_loads_nothing(tmp_path):
     assert page.tags.count("details") == 20 + 1
 
 
-def test_report_holds_tables_curves_phases_and_recipe(tmp_path):
+def test_report_holds_tables_curves_spans_and_recipe(tmp_path):
     write_run(tmp_path)
     text = Page(write_report(tmp_path).read_text()).text
-    for words in ("heldout: avg@4, %", "+37.5", "Reward", "SFT loss", "Time per phase", "name: demo # <&>"):
+    for words in ("heldout: avg@4, %", "+37.5", "Reward", "SFT loss", "Time per span", "name: demo # <&>"):
         assert words in text
     assert "Policy loss" not in text, "a metric without one finite value has no chart"
 
