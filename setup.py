@@ -15,6 +15,7 @@ CORE = [
     "math-verify>=0.9",
     "numpy",
     "psutil",
+    "pyarrow",
     "pydantic>=2.13",
     "pyyaml",
     "rich",

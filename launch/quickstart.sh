@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a trained tiny model: set-up, model, data, then SFT and RL by recipes/quickstart.yaml.
-# Arguments go to `megatron-rl train`: launch/quickstart.sh --nproc 2 run.seed=2
+# Arguments go to `megatron-rl train`: launch/quickstart.sh --nproc 1 run.seed=2
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
@@ -16,4 +16,5 @@ for file in sft train heldout; do
     fi
 done
 
-exec .venv/bin/megatron-rl train recipes/quickstart.yaml "$@"
+# two data-parallel ranks, one per core; the numbers are those of one rank, sooner
+exec .venv/bin/megatron-rl train recipes/quickstart.yaml --nproc 2 "$@"

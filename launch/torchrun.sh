@@ -24,4 +24,5 @@ exec "$root/.venv/bin/python" -m torch.distributed.run \
     --nproc-per-node "${NPROC_PER_NODE:-gpu}" \
     --master-addr "${MASTER_ADDR:-127.0.0.1}" \
     --master-port "${MASTER_PORT:-29500}" \
+    --log-dir "$run_dir/logs" --redirects 3 --tee 0:3 \
     -m megatron_rl train "$recipe" --run-dir "$run_dir" "${resume[@]}" "$@"

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl import __version__
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.errors import LostPeerError, MegatronRLError
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
 from megatron_rl.recipe.summary import summary_data, summary_table
 from megatron_rl.train import launcher
 from megatron_rl.train.run_dir import LOGS, choose_run_dir, make_run_dir
 
-USER_ERROR, INTERRUPTED = 2, 130
+LOST_PEER, USER_ERROR, INTERRUPTED = 1, 2, 130
 # what a disk or its owner refuses; without a file name, other OS errors are ours (a lost connection, a bad handle)
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 
@@ -32,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(list(sys.argv[1:] if argv is None else argv))
         code: int = args.run(args)
         return code
+    except LostPeerError as error:
+        # a consequence: the rank that stopped has the cause, and its report comes first
+        if not launcher.report_failure(str(error), exit_code=LOST_PEER):
+            print(f"error: {error}", file=sys.stderr)
+        return LOST_PEER
     except MegatronRLError as error:
         return _user_error(str(error))
     except KeyboardInterrupt:

@@ -41,4 +41,8 @@ class CheckpointError(MegatronRLError):
 
 
 class TrainingError(MegatronRLError):
-    """A run that must stop: a loss or a gradient that is not finite, or a rank that failed."""
+    """A run that must stop: a loss or a gradient that is not finite, or ranks that do not meet."""
+
+
+class LostPeerError(TrainingError):
+    """Another rank stopped or fell silent: a consequence, never the cause to report first."""

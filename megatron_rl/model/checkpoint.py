@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import nn
 
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, LostPeerError
 from megatron_rl.model import checkpoint_files as files
 from megatron_rl.model.build import unwrapped
 from megatron_rl.model.checkpoint_files import SavedState
@@ -169,10 +169,12 @@ class CheckpointStore:
             message = None if failure is None else self._describe(failure)
             dist.all_gather_object(outcomes, message, group=self._group)
         except RuntimeError as error:
-            raise CheckpointError(
-                f"{self._root}: {what} failed: {message or error}; a rank stopped or took longer than "
+            if failure is not None:
+                raise CheckpointError(f"{self._root}: {what} failed: {message}") from failure
+            raise LostPeerError(
+                f"{self._root}: {what} failed: {error}; a rank stopped or took longer than "
                 f"{self._timeout_s:g} s: read its log first"
-            ) from (failure or error)
+            ) from error
         failures = [outcome for outcome in outcomes if outcome is not None]
         if failures:
             raise CheckpointError(

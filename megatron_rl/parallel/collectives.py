@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.errors import TrainingError
+from megatron_rl.errors import LostPeerError
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def _named(operation: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise TrainingError(
+        raise LostPeerError(
             f"{operation} on rank {dist.get_rank()} of {dist.get_world_size()} failed: {error}; another rank "
             "stopped or took longer than run.collective_timeout_s: read its log first"
         ) from error

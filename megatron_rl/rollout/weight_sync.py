@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import EngineError, MegatronRLError, ReshardError
 from megatron_rl.model.spec import ModelSpec
+from megatron_rl.parallel.collectives import all_gather_object, broadcast_object
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.reshard.execute import Params, send_weights
@@ -36,7 +37,8 @@ class WeightSync:
     `params` returns the live parameters of this rank, one mapping per model chunk. `engine` is given on rank
     0 only. `host` is rank 0's address as workers and other trainer ranks reach it; on `LOOPBACK` only those
     of its own machine do. `dtype` is the engine's; values are cast before they travel. `canary` fills what a
-    worker must not read with NaN, at the cost of writing it.
+    worker must not read with NaN, at the cost of writing it. `trainers` is the group of trainer ranks to agree in
+    (None: the default one); its time-out must exceed what rank 0 waits for its engines.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class WeightSync:
         config: EngineConfig,
         dtype: torch.dtype,
         host: str = LOOPBACK,
+        trainers: dist.ProcessGroup | None = None,
         canary: bool = True,
     ) -> None:
         if (engine is not None) != (rank == 0):
@@ -64,6 +67,7 @@ class WeightSync:
             canary,
         )
         self._group: GlooGroup | None = None
+        self._trainers = trainers
         self.plan = plan_reshard(
             spec, layout, target_tp=config.tp, replicas=config.replicas, element_bytes=dtype.itemsize
         )
@@ -114,7 +118,7 @@ class WeightSync:
                 where = [store.port, None]
             except ReshardError as error:
                 where = [None, str(error)]
-        port, failure = self._broadcast(where)
+        port, failure = broadcast_object(where, src=0, group=self._trainers)
         if failure is not None:
             raise ReshardError(failure)
         joined = None
@@ -148,20 +152,10 @@ class WeightSync:
 
     def _agree(self, errors: list[str]) -> None:
         """Raise on every rank if any rank has an error."""
-        everyone: list[list[str] | None] = [errors]
-        if self.plan.source.world_size > 1:
-            everyone = [None] * self.plan.source.world_size
-            dist.all_gather_object(everyone, errors)
-        failed = [
-            f"trainer rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts or ()
-        ]
+        everyone = all_gather_object(errors, self._trainers)
+        failed = [f"trainer rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts]
         if failed:
             raise ReshardError("\n".join(failed))
-
-    def _broadcast(self, values: list[Any]) -> list[Any]:
-        if self.plan.source.world_size > 1:
-            dist.broadcast_object_list(values, src=0)
-        return values
 
 
 def _failure_of(future: Future[Any] | None) -> list[str]:

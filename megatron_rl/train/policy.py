@@ -68,6 +68,8 @@ class Policy:
 
     def start_stage(self, optimizer: OptimizerConfig, schedule: ScheduleConfig, *, total_steps: int) -> None:
         """A fresh optimizer for a stage; moments of the stage before are not carried over."""
+        # the old moments go before the new ones come
+        self._optimizer = None
         self._optimizer = StageOptimizer(
             self.ddp_chunks, dtype=self.dtype, config=optimizer, schedule=schedule, total_steps=total_steps
         )

@@ -52,6 +52,14 @@ def load_rl_data(stage: RlStage, tokenizer: Tokenizer, *, run_seed: int, stage_i
             iterations=stage.iterations,
         ),
     )
+    for iteration in range(stage.iterations):
+        size = data.sampler.pool_size(iteration)
+        if size < stage.prompts_per_iteration:
+            raise DataError(
+                f"{stage.prompts}: iteration {iteration} draws from {size} prompts, fewer than prompts_per_iteration = "
+                f"{stage.prompts_per_iteration}: some would be drawn twice with the same seeds; lower it or widen the "
+                "curriculum"
+            )
     if len(data.probe()) < 2:
         raise DataError(f"{stage.prompts}: prompts of one token cannot be scored; check the chat template")
     return data

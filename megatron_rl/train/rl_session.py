@@ -88,6 +88,7 @@ class RlSession:
             config=stage.engine,
             dtype=run.policy.dtype,
             host=run.host,
+            trainers=run.driver_group,
         )
         run.reporter.plan(self._sync.plan)
         self._parity = ParityProbe(run, engine, token_ids=probe, bound=stage.engine.parity_bound)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from megatron_rl.errors import CheckpointError
+from megatron_rl.errors import CheckpointError, LostPeerError
 from megatron_rl.model.checkpoint_files import find_latest
 from megatron_rl.parallel.layout import ParallelLayout
 from tests.helpers.distributed import DistributedFailure, run_distributed
@@ -297,7 +297,7 @@ def save_while_rank_one_is_killed(here: Session, told: Path) -> None:
     here.train(0, 1)
     here.store.save(here.policy, {"stage": 0, "step": 1})
     policy: Any = Killed() if here.rank == 1 else here.policy
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(LostPeerError) as caught:
         here.store.save(policy, {"stage": 0, "step": 2})
     told.write_text(str(caught.value))
 

@@ -58,23 +58,28 @@ def _measure(rank: int, world_size: int, hf_path: str, cases) -> list[dict[str, 
     """Loss and gradient norm of SFT and of GPPO for every case; runs on every rank."""
     import torch
 
-    from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups
+    from megatron_rl.parallel.groups import build_model_groups, destroy_model_groups, init_process_groups
     from megatron_rl.parallel.layout import ParallelLayout
 
     torch.set_num_threads(1)
+    layouts = [
+        ParallelLayout.for_world(tp=tp, pp=pp, vpp=vpp, sp=sp, world_size=world_size)
+        for (tp, pp, vpp, sp), _ in cases
+    ]
+    init_process_groups(
+        layouts[0],
+        rank=rank,
+        world_size=world_size,
+        master_addr="127.0.0.1",
+        master_port=int(os.environ["MASTER_PORT"]),
+        timeout_s=60,
+    )
     results = []
-    for number, ((tp, pp, vpp, sp), tokens) in enumerate(cases):
-        layout = ParallelLayout.for_world(tp=tp, pp=pp, vpp=vpp, sp=sp, world_size=world_size)
-        init_process_groups(
-            layout,
-            rank=rank,
-            world_size=world_size,
-            master_addr="127.0.0.1",
-            master_port=int(os.environ["MASTER_PORT"]) + number,
-            timeout_s=60,
-        )
+    for number, (layout, (_, tokens)) in enumerate(zip(layouts, cases, strict=True)):
+        if number:
+            destroy_model_groups()
+            build_model_groups(layout, timeout_s=60)
         results.append(_one_case(hf_path, layout, rank, tokens))
-        destroy_process_groups()
     return results
 
 

@@ -54,7 +54,8 @@ def assert_nothing_is_left(run_dir: Path) -> None:
     wait_for(lambda: not processes_of(run_dir), f"the end of every process of {run_dir}", timeout_s=20.0)
     # torch's checkpoints have an index of this name
     hidden = [path for path in run_dir.rglob(".*") if path.name != ".metadata"]
-    assert hidden + list(run_dir.rglob("*.tmp")) == []
+    left = hidden + list(run_dir.rglob("*.tmp"))
+    assert not left, left
     for path in run_dir.rglob("*.jsonl"):
         content = path.read_bytes()
         assert content == b"" or content.endswith(b"\n"), path

@@ -128,6 +128,21 @@ def test_a_rank_that_lost_its_peer_is_not_blamed(tmp_path):
     assert "rank 1 of 2 failed first" in err and "  the cause" in err
 
 
+def test_a_rank_that_crashed_is_blamed_before_one_that_lost_it(tmp_path):
+    body = """
+    others_started()
+    if me.rank == 1:
+        report_failure("out of memory", exit_code=1)
+        sys.exit(1)
+    time.sleep(0.3)       # the connection closes when the other has ended
+    report_failure("all_gather failed: another rank stopped", exit_code=1)
+    sys.exit(1)
+    """
+    code, _, err = finish(start(tmp_path, body))
+    assert code == 1
+    assert "rank 1 of 2 failed first" in err and "  out of memory" in err
+
+
 def test_a_killed_rank_is_named_with_its_signal(tmp_path):
     body = """
     enter_rank()

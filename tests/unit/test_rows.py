@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from megatron_rl.data.rows import read_rows
 from megatron_rl.errors import DataError
@@ -73,15 +74,7 @@ def test_missing_file_is_an_error_that_names_it(tmp_path):
         read_rows(tmp_path / "gone.jsonl")
 
 
-def test_parquet_gives_its_rows_or_says_what_to_install(tmp_path):
+def test_parquet_gives_its_rows(tmp_path):
     file = tmp_path / "x.parquet"
-    if importlib.util.find_spec("pyarrow") is None:
-        file.write_bytes(b"PAR1")
-        with pytest.raises(DataError, match="needs pyarrow"):
-            read_rows(file)
-        return
-    import pyarrow
-    from pyarrow import parquet
-
     parquet.write_table(pyarrow.Table.from_pylist([{"a": [{"b": 1}]}]), file)
     assert read_rows(file) == [{"a": [{"b": 1}]}]
