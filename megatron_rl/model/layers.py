@@ -60,7 +60,8 @@ def resolve_spec_kind(kind: str, *, dtype: torch.dtype) -> str:
     if kind == "te" and not has_te:
         raise ModelError(
             "model.spec: got 'te', but TransformerEngine cannot be used here (it needs a CUDA device, model.dtype "
-            "bfloat16 and the transformer-engine package); run launch/setup.sh --gpu, or set model.spec to auto or local"
+            "bfloat16 and the transformer-engine package); run launch/setup.sh --gpu, or set model.spec to "
+            "auto or local"
         )
     if kind == "auto":
         return "te" if has_te else "local"

@@ -109,7 +109,10 @@ def megatron_logits(chunks: list[Any], spec: ModelSpec, layout: ParallelLayout) 
     def forward_step(batches: Iterator[PackedBatch], model: Any) -> Any:
         micro = next(batches)
         hidden = model(
-            micro.input_ids[None], micro.position_ids[None], None, packed_seq_params=packed_seq_params(micro, dtype=torch.float32)
+            micro.input_ids[None],
+            micro.position_ids[None],
+            None,
+            packed_seq_params=packed_seq_params(micro, dtype=torch.float32),
         )
 
         def take(output: torch.Tensor) -> Any:

@@ -36,13 +36,33 @@ BRIEF = (
     "stages.1.schedule.warmup_steps=0",
     "stages.1.eval=null",
 )
-RL_METRICS = """
-    reward/mean reward/std reward/zero_advantage_frac rollout/tokens rollout/response_tokens_mean
-    rollout/truncated_frac rollout/weight_version policy/loss policy/grad_norm policy/clip_high_frac
-    policy/clip_low_frac policy/entropy policy/kl_old mismatch/mean mismatch/p99 mismatch/max optim/lr
-    time/generate_s time/reward_s time/logprob_s time/train_s time/sync_s time/other_s time/iteration_s
-    throughput/tokens_per_s
-""".split()
+RL_METRICS = [
+    "reward/mean",
+    "reward/std",
+    "reward/zero_advantage_frac",
+    "rollout/tokens",
+    "rollout/response_tokens_mean",
+    "rollout/truncated_frac",
+    "rollout/weight_version",
+    "policy/loss",
+    "policy/grad_norm",
+    "policy/clip_high_frac",
+    "policy/clip_low_frac",
+    "policy/entropy",
+    "policy/kl_old",
+    "mismatch/mean",
+    "mismatch/p99",
+    "mismatch/max",
+    "optim/lr",
+    "time/generate_s",
+    "time/reward_s",
+    "time/logprob_s",
+    "time/train_s",
+    "time/sync_s",
+    "time/other_s",
+    "time/iteration_s",
+    "throughput/tokens_per_s",
+]
 
 
 @pytest.fixture(scope="session")
