@@ -69,7 +69,7 @@ RL_METRICS = [
 def learned(place: Path) -> Path:
     """Run directory of the shipped recipe with fewer RL iterations."""
     run_dir = place / "runs" / "learned"
-    done = train(place, run_dir, *SHORTER, timeout_s=900)
+    done = train(place, run_dir, "--nproc", "2", *SHORTER, timeout_s=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "avg@4" in done.stdout and "report.html" in done.stdout
     return run_dir
