@@ -7,8 +7,8 @@ sampling seed are functions of the run's seed and of its progress.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
@@ -99,7 +99,9 @@ class CheckpointStore:
             self._together("publishing", lambda: self._publish(policy, progress, directory), rank=0)
         except BaseException:
             if self._rank == 0:
-                shutil.rmtree(directory, ignore_errors=True)
+                # the failure that led here is the one to report
+                with suppress(OSError):
+                    files.remove_leftovers(self._root)
             raise
 
     def load_model(self, policy: Trainable, saved: SavedState) -> None:

@@ -133,6 +133,7 @@ def remove_leftovers(root: Path) -> None:
     for pattern in _LEFTOVERS:
         for path in root.glob(pattern):
             shutil.rmtree(path)
+    (root / f".{LATEST_FILE}").unlink(missing_ok=True)
 
 
 def find_latest(root: Path) -> SavedState | None:

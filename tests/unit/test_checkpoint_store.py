@@ -20,6 +20,7 @@ from megatron_rl.model.checkpoint_files import (
     find_latest,
     flat_recipe,
     publish_checkpoint,
+    remove_leftovers,
     retain_newest,
     start_checkpoint,
 )
@@ -214,3 +215,12 @@ def test_layout_checkpointing_and_microbatches_may_change() -> None:
         stages=(replace(STAGE, tokens_per_microbatch=4096),),
     )
     check_same_recipe(saved_by(RECIPE), flat_recipe(moved))
+
+
+def test_what_an_interrupt_left_half_way_is_removed_and_checkpoints_stay(tmp_path: Path) -> None:
+    kept = publish(tmp_path, step=5)
+    for name in (".tmp-stage_0_step_000010", ".old-stage_0_step_000001"):
+        (tmp_path / name / "model").mkdir(parents=True)
+    (tmp_path / ".latest").write_text("stage_0_step_000010\n")
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {kept.name, "latest"}
