@@ -58,6 +58,8 @@ def _read_array(file: Path, content: bytes) -> list[Row]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(f"{file}:{line}: not UTF-8: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: JSON that cannot be read: {error}") from error
     broken = [
         f"row {number}: got {_kind(row)}, need an object"
         for number, row in enumerate(rows)
@@ -80,6 +82,9 @@ def _read_lines(file: Path, content: bytes) -> list[Row]:
             broken.append(f"{file}:{number}: broken JSON at column {error.colno}: {error.msg}")
         except UnicodeDecodeError as error:
             broken.append(f"{file}:{number}: not UTF-8: {error.reason}")
+        except (ValueError, RecursionError) as error:
+            # valid JSON beyond what Python reads: integers of thousands of digits, nesting without end
+            broken.append(f"{file}:{number}: JSON that cannot be read: {error}")
         else:
             if isinstance(row, dict):
                 rows.append(row)

@@ -57,7 +57,6 @@ class RunContext:
         self.policy.start_stage(stage.optimizer, stage.schedule, total_steps=total_steps)
         if progress.step and self.resumed_from is not None:
             self.checkpoints.load_optimizer(self.policy, self.resumed_from)
-        self.reporter.start_stage(progress)
 
     def finish_step(self, progress: Progress, metrics: Mapping[str, float], *, total: int) -> None:
         """Record a step, and save a checkpoint when one is due (always after the last step of a stage)."""

@@ -22,6 +22,7 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
     policy, temperature = run.policy, stage.sampling.temperature
     run.start_stage(stage, progress, total_steps=stage.iterations * stage.updates_per_rollout)
     with RlSession(stage, data, progress, run) as session:
+        run.reporter.start_stage(progress)
         for iteration in range(progress.step, stage.iterations):
             meter = Meter()
 

@@ -46,6 +46,7 @@ def run_training(loaded: LoadedRecipe, *, run_dir: Path, resume: bool) -> None:
     with Reporter(
         run_dir, loaded, is_driver=place.rank == 0, resumed=progress if resume else None
     ) as reporter:
+        reporter.say(f"run directory: {run_dir}")
         layout = _set_up_process(recipe, place)
         run = _open_run(recipe, run_dir, place, layout, reporter, checkpoints, saved)
         if resume and saved is None:

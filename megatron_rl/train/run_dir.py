@@ -16,7 +16,7 @@ def choose_run_dir(wanted: Path | None, *, name: str, resume: bool) -> Path:
     """`wanted`, or a fresh `runs/NAME-YYYYmmdd-HHMMSS`. Creates nothing.
 
     Raises MegatronRLError for a directory that another run has used, unless `resume`; with `resume` the
-    directory must be there. Logs alone do not count as used: ranks open them before the run begins.
+    directory must be there. What a start leaves that failed before its first step does not count as used.
     """
     if resume:
         if wanted is None:
@@ -28,7 +28,7 @@ def choose_run_dir(wanted: Path | None, *, name: str, resume: bool) -> Path:
         return _fresh(name)
     if wanted.exists() and not wanted.is_dir():
         raise MegatronRLError(f"--run-dir {wanted}: is a file, must be a directory or not exist yet")
-    if wanted.is_dir() and any(entry.name != LOGS for entry in wanted.iterdir()):
+    if wanted.is_dir() and not all(map(_is_of_a_start, wanted.iterdir())):
         raise MegatronRLError(
             f"--run-dir {wanted}: holds an earlier run; add --resume to continue it, or choose another"
         )
@@ -46,6 +46,13 @@ def make_run_dir(run_dir: Path) -> None:
         raise MegatronRLError(
             f"--run-dir {run_dir}: cannot be written ({error.strerror or error}); choose another directory"
         ) from None
+
+
+def _is_of_a_start(entry: Path) -> bool:
+    """Whether a run makes `entry` before its first step, and has written no step into it."""
+    if entry.name == "metrics.jsonl":
+        return entry.stat().st_size == 0
+    return entry.name in (LOGS, "recipe.resolved.yaml", "tensorboard")
 
 
 def _fresh(name: str) -> Path:

@@ -21,6 +21,7 @@ def run_sft(stage: SftStage, data: SftData, progress: Progress, run: RunContext)
     """
     policy = run.policy
     run.start_stage(stage, progress, total_steps=stage.steps)
+    run.reporter.start_stage(progress)
     for step in range(progress.step, stage.steps):
         meter = Meter()
         samples = data.batch(step, stage.global_batch_size)

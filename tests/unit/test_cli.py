@@ -68,7 +68,7 @@ def test_train_refuses_a_recipe_before_any_process_starts(recipe, tmp_path, caps
 
 def test_train_refuses_a_run_directory_in_use(recipe, tmp_path, capsys):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     assert main(["train", recipe, "--run-dir", "run", "--nproc", "2"]) == 2
     assert capsys.readouterr().err.startswith("error: --run-dir run: holds an earlier run; add --resume")
 
@@ -114,8 +114,11 @@ def test_fresh_run_directories_do_not_collide(tmp_path, monkeypatch):
         path.mkdir(parents=True)
 
 
-def test_logs_alone_do_not_make_a_run_directory_used(tmp_path):
-    (tmp_path / "run" / "logs").mkdir(parents=True)
+def test_a_start_that_failed_before_its_first_step_does_not_make_a_run_directory_used(tmp_path):
+    for name in ("logs", "tensorboard"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    for name in ("metrics.jsonl", "recipe.resolved.yaml"):
+        (tmp_path / "run" / name).touch()
     assert choose_run_dir(tmp_path / "run", name="small", resume=False) == tmp_path / "run"
 
 

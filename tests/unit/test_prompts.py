@@ -100,6 +100,7 @@ def test_row_without_prompt_is_dropped_and_counted(row):
         ({"extra_info": {"difficulty": 2}, "difficulty": 4}, 2.0),
         ({"extra_info": None, "difficulty": 0}, 0.0),
         ({"difficulty": "hard"}, None),
+        ({"difficulty": 10**400}, None),
         ({"difficulty": True}, None),
         ({"difficulty": float("nan")}, None),
         ({}, None),

@@ -78,3 +78,11 @@ def test_parquet_gives_its_rows(tmp_path):
     file = tmp_path / "x.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([{"a": [{"b": 1}]}]), file)
     assert read_rows(file) == [{"a": [{"b": 1}]}]
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 100_000 + "]" * 100_000], ids=["digits", "nesting"])
+def test_json_beyond_what_python_reads_is_an_error_with_its_line(tmp_path, value):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"a": 1}\n{"a": ' + value + "}\n")
+    with pytest.raises(DataError, match=r"x\.jsonl:2: JSON that cannot be read"):
+        read_rows(file)
