@@ -5,11 +5,10 @@ Each waits at most as long as the time-out that the group was made with (run.col
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import LostPeerError
@@ -37,25 +36,8 @@ def broadcast_object(obj: T, *, src: int, group: dist.ProcessGroup | None = None
     return box[0]
 
 
-def sum_over(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """Element-wise sum over `group`, in float64; every rank passes the same number of values."""
-    if not _is_distributed() or not values:
-        return [float(value) for value in values]
-    total = torch.tensor(values, dtype=torch.float64, device=_device(group))
-    with _named("sum_over"):
-        dist.all_reduce(total, group=group)
-    return [float(value) for value in total.tolist()]
-
-
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    # nccl moves only what is on its device
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 @contextmanager

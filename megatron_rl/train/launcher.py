@@ -94,7 +94,7 @@ def launch_local(command: Sequence[str], *, nproc: int, log_dir: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="megatron_rl_") as scratch, _caught_signals() as caught:
         ranks: list[_Rank] = []
         try:
-            port = _free_port()
+            port = free_port()
             for rank in range(nproc):
                 variables = _variables(rank, nproc, port) | {_PARENT_FD: str(alive_end)}
                 ranks.append(_Rank.start(command, rank, variables, alive_end, log_dir, Path(scratch)))
@@ -291,7 +291,8 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import SftStage
 from megatron_rl.train.context import RunContext
-from megatron_rl.train.launcher import RankEnvironment, rank_environment
+from megatron_rl.train.launcher import RankEnvironment, free_port, rank_environment
 from megatron_rl.train.policy import Policy
 from megatron_rl.train.progress import Progress, stage_label, stage_length
 from megatron_rl.train.reporter import Reporter
@@ -127,7 +126,7 @@ def _set_up_process(recipe: Recipe, place: RankEnvironment) -> ParallelLayout:
         rank=place.rank,
         world_size=place.world_size,
         master_addr=_master_addr(),
-        master_port=int(os.environ.get("MASTER_PORT", 0)) or _free_port(),
+        master_port=int(os.environ.get("MASTER_PORT", 0)) or free_port(),
         timeout_s=recipe.run.collective_timeout_s,
         seed=recipe.run.seed,
     )
@@ -169,9 +168,3 @@ def _open_run(
 def _master_addr() -> str:
     """Address of rank 0, by torchrun's convention."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
