@@ -44,8 +44,7 @@ def load_hf(
     layout: ParallelLayout,
     *,
     hf_path: str | Path,
-    tp_rank: int,
-    pp_rank: int,
+    rank: int,
 ) -> None:
     """Fill the chunks of one rank from a HF directory, reading only the slices this rank holds.
 
@@ -53,7 +52,8 @@ def load_hf(
     Raises ModelError naming every missing, unexpected or mis-shaped tensor and every missing file at once.
     """
     params = _named_params(chunks)
-    pieces = source_pieces(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank)
+    pieces = source_pieces(spec, layout, rank=rank)
+    tp_rank, _, _ = layout.coord(rank)
     shapes = {key: tuple(param.shape) for key, param in params.items()}
     check_coverage(shapes, pieces, spec, layout, tp_rank=tp_rank)
     with open_checkpoint(hf_path) as checkpoint:
@@ -164,8 +164,9 @@ def save_hf(
 ) -> None:
     """Write a HF directory from live shards; every rank calls it, rank 0 writes.
 
-    Shards travel point to point from dp rank 0, tensor by tensor in layer order, so rank 0 holds one output
-    file at a time. Config, tokenizer and generation files come from `hf_source`. A tied head is left out.
+    Shards travel point to point from the lowest rank that holds them, tensor by tensor in layer order, so
+    rank 0 holds one output file at a time. Config, tokenizer and generation files come from `hf_source`. A tied
+    head is left out.
     `out_dir` appears only when complete. Raises ModelError on every rank when it exists and is not empty, or
     when writing fails.
     """
@@ -226,17 +227,15 @@ def _on_rank_zero(action: Callable[[], None], *, place: str | Path) -> None:
 
 
 def _owners(spec: ModelSpec, layout: ParallelLayout) -> dict[str, list[tuple[int, Piece]]]:
-    """For each HF tensor the (rank, piece) pairs that make it up, each element once, on dp rank 0."""
+    """For each HF tensor the (rank, piece) pairs that make it up, each element once, on the lowest rank."""
     owners: dict[str, list[tuple[int, Piece]]] = {name: [] for name in hf_tensors(spec)}
     seen: set[tuple[str, int]] = set()
-    for pp_rank in range(layout.pp):
-        for tp_rank in range(layout.tp):
-            rank = layout.rank(tp=tp_rank, dp=0, pp=pp_rank)
-            for piece in source_pieces(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank):
-                # replicas (norms on every tp rank, the tied embedding on both end stages) start alike
-                if (piece.hf_name, piece.hf_start) not in seen:
-                    seen.add((piece.hf_name, piece.hf_start))
-                    owners[piece.hf_name].append((rank, piece))
+    for rank in range(layout.world_size):
+        for piece in source_pieces(spec, layout, rank=rank):
+            # replicas (every dp rank, norms on every tp rank, the tied embedding on both end stages) start alike
+            if (piece.hf_name, piece.hf_start) not in seen:
+                seen.add((piece.hf_name, piece.hf_start))
+                owners[piece.hf_name].append((rank, piece))
     return owners
 
 

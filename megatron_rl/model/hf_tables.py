@@ -78,8 +78,9 @@ def hf_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return table
 
 
-def source_pieces(spec: ModelSpec, layout: ParallelLayout, *, tp_rank: int, pp_rank: int) -> list[Piece]:
+def source_pieces(spec: ModelSpec, layout: ParallelLayout, *, rank: int) -> list[Piece]:
     """Every interval that one Megatron rank holds, over all its model chunks."""
+    tp_rank, _, pp_rank = layout.coord(rank)
     pieces: list[Piece] = []
     for chunk in range(layout.vpp):
         if layout.has_embedding(pp_rank=pp_rank, chunk=chunk):

@@ -23,10 +23,20 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSpec:
-    """A dense decoder of one of the supported families."""
+class MoeSpec:
+    """The routed experts of every layer; they stand in place of its MLP."""
 
-    family: str                 # qwen2 | qwen3 | llama
+    num_experts: int
+    experts_per_token: int
+    expert_ffn_size: int
+    normalise_top_k: bool       # weights of the chosen experts are scaled to sum to one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A decoder of one of the supported families."""
+
+    family: str                 # qwen2 | qwen3 | qwen3_moe | llama
     num_layers: int
     hidden_size: int
     ffn_size: int
@@ -41,6 +51,18 @@ class ModelSpec:
     qkv_bias: bool
     qk_norm: bool
     rope_scaling: RopeScaling | None = None
+    moe: MoeSpec | None = None
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> ModelSpec:
+        """The inverse of `dataclasses.asdict`, also after a trip through JSON."""
+        nested = {"rope_scaling": RopeScaling, "moe": MoeSpec}
+        return cls(
+            **{
+                key: nested[key](**value) if key in nested and value is not None else value
+                for key, value in plain.items()
+            }
+        )
 
     @classmethod
     def from_hf(cls, hf_path: str | Path) -> ModelSpec:

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl.errors import ReshardError
 from megatron_rl.model.hf_tables import Piece, hf_tensors, source_pieces
-from megatron_rl.model.spec import ModelSpec, RopeScaling
+from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.reshard.tables import Need, target_needs
 
@@ -190,11 +190,8 @@ def plan_reshard(
 
 def plan_from_inputs(inputs: Mapping[str, Any], *, digest: str) -> ReshardPlan:
     """Rebuild a plan from `ReshardPlan.inputs`. Raises ReshardError when it is not the plan with `digest`."""
-    spec = dict(inputs["spec"])
-    if spec["rope_scaling"] is not None:
-        spec["rope_scaling"] = RopeScaling(**spec["rope_scaling"])
     plan = plan_reshard(
-        ModelSpec(**spec),
+        ModelSpec.from_plain(inputs["spec"]),
         ParallelLayout(**inputs["source"]),
         target_tp=inputs["target_tp"],
         replicas=inputs["replicas"],
@@ -246,8 +243,7 @@ def _holders(spec: ModelSpec, source: ParallelLayout) -> dict[str, dict[tuple[in
     """HF name -> (start, end) -> every rank's piece of exactly that interval, lowest rank first."""
     table: dict[str, dict[tuple[int, int], list[_Holder]]] = defaultdict(lambda: defaultdict(list))
     for rank in range(source.world_size):
-        tp_rank, _, pp_rank = source.coord(rank)
-        for piece in source_pieces(spec, source, tp_rank=tp_rank, pp_rank=pp_rank):
+        for piece in source_pieces(spec, source, rank=rank):
             table[piece.hf_name][piece.hf_start, piece.hf_start + piece.length].append((rank, piece))
     return table
 

@@ -53,7 +53,7 @@ class Policy:
         self.dtype = DTYPES[config.dtype]
         self._device = platform.device()
         self.chunks: list[PolicyGPTModel] = build_model(spec, layout, dtype=self.dtype, spec_kind=config.spec)
-        load_hf(self.chunks, spec, layout, hf_path=config.hf_path, tp_rank=self.tp_rank, pp_rank=self.pp_rank)
+        load_hf(self.chunks, spec, layout, hf_path=config.hf_path, rank=rank)
         self.ddp_chunks = [self._wrap(chunk.to(self._device)) for chunk in self.chunks]
         self._model_config = self.chunks[0].config
         self._model_config.finalize_model_grads_func = _finalize_without_scaling

@@ -159,9 +159,8 @@ def loaded_model(root: Path, case: Case, rank: int, world_size: int) -> Iterator
     )
     build_model_groups(layout, timeout_s=60.0)
     spec = ModelSpec.from_hf(root / case.model)
-    tp_rank, _, pp_rank = layout.coord(rank)
     chunks = build_model(spec, layout, dtype=torch.float32)
-    load_hf(chunks, spec, layout, hf_path=root / case.model, tp_rank=tp_rank, pp_rank=pp_rank)
+    load_hf(chunks, spec, layout, hf_path=root / case.model, rank=rank)
     yield chunks, spec, layout
     destroy_model_groups()
 

@@ -81,8 +81,7 @@ def rank_params(
     spec: ModelSpec, layout: ParallelLayout, rank: int, weights: dict[str, Tensor]
 ) -> list[dict[str, Tensor]]:
     """The parameters that `rank` would hold, per chunk; vocabulary padding is NaN, so that a leak is seen."""
-    tp_rank, _, pp_rank = layout.coord(rank)
-    pieces = source_pieces(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank)
+    pieces = source_pieces(spec, layout, rank=rank)
     chunks: list[dict[str, Tensor]] = [{} for _ in range(layout.vpp)]
     for piece in pieces:
         tensor, params = weights[piece.hf_name], chunks[piece.chunk]

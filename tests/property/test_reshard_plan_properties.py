@@ -59,11 +59,8 @@ def numbered_tensors(spec):
 
 def megatron_params(spec, layout, rank, hf):
     """Parameters of one rank built from the source table; padding rows are poisoned with -1."""
-    tp_rank, _, pp_rank = layout.coord(rank)
-    pieces, chunks = (
-        source_pieces(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank),
-        [{} for _ in range(layout.vpp)],
-    )
+    pieces = source_pieces(spec, layout, rank=rank)
+    chunks = [{} for _ in range(layout.vpp)]
     for piece in pieces:
         tensor, params = hf[piece.hf_name], chunks[piece.chunk]
         if piece.hf_dim is None:

@@ -51,7 +51,7 @@ def load(path: Path, *, dtype: torch.dtype = torch.float32) -> tuple[list[Any], 
     for chunk in chunks:
         for param in chunk.parameters():
             torch.nn.init.constant_(param, float("nan"))
-    load_hf(chunks, spec, LAYOUT, hf_path=path, tp_rank=0, pp_rank=0)
+    load_hf(chunks, spec, LAYOUT, hf_path=path, rank=0)
     return chunks, spec
 
 
@@ -171,7 +171,7 @@ def test_a_model_the_tables_do_not_describe_is_refused(hf: Path, tmp_path: Path)
     chunks, _ = load(hf)
     other = ModelSpec.from_hf(make_tiny_hf(tmp_path / "other", family="llama", num_layers=2, ffn=128))
     with pytest.raises(ModelError) as caught:
-        load_hf(chunks, other, LAYOUT, hf_path=tmp_path / "other", tp_rank=0, pp_rank=0)
+        load_hf(chunks, other, LAYOUT, hf_path=tmp_path / "other", rank=0)
     # biases that no piece fills, and matrices of another size
     assert "linear_qkv.bias of chunk 0" in str(caught.value)
     assert "mlp.linear_fc1.weight [192, 64] of chunk 0" in str(caught.value)

@@ -48,13 +48,12 @@ def test_every_element_of_every_tensor_is_held_exactly_as_often_as_it_must(
     """Sharded tensors once over tp, norms on every tp rank, a tied embedding on both end stages."""
     spec, layout = case
     held = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in hf_tensors(spec).items()}
-    for pp_rank in range(layout.pp):
-        for tp_rank in range(layout.tp):
-            for piece in source_pieces(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank):
-                target = held[piece.hf_name]
-                if piece.hf_dim is not None:
-                    target = target.narrow(piece.hf_dim, piece.hf_start, piece.length)
-                target += 1
+    for rank in range(layout.world_size):
+        for piece in source_pieces(spec, layout, rank=rank):
+            target = held[piece.hf_name]
+            if piece.hf_dim is not None:
+                target = target.narrow(piece.hf_dim, piece.hf_start, piece.length)
+            target += 1
     for name, count in held.items():
         expected = layout.tp if "norm" in name else 1
         if name == EMBEDDING and spec.tied and layout.pp > 1:
@@ -67,14 +66,13 @@ def test_pieces_of_one_parameter_are_disjoint_and_leave_no_gap(
     case: tuple[ModelSpec, ParallelLayout],
 ) -> None:
     spec, layout = case
-    for pp_rank in range(layout.pp):
-        for tp_rank in range(layout.tp):
-            rows: dict[tuple[int, str], list[int]] = {}
-            for piece in source_pieces(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank):
-                covered = range(piece.param_start, piece.param_start + piece.length)
-                rows.setdefault((piece.chunk, piece.param), []).extend(covered)
-            for name, covered_rows in rows.items():
-                assert sorted(covered_rows) == list(range(len(covered_rows))), name
+    for rank in range(layout.world_size):
+        rows: dict[tuple[int, str], list[int]] = {}
+        for piece in source_pieces(spec, layout, rank=rank):
+            covered = range(piece.param_start, piece.param_start + piece.length)
+            rows.setdefault((piece.chunk, piece.param), []).extend(covered)
+        for name, covered_rows in rows.items():
+            assert sorted(covered_rows) == list(range(len(covered_rows))), name
 
 
 def test_fused_qkv_rows_run_queries_then_key_then_value_of_each_kv_head() -> None:
@@ -88,7 +86,7 @@ def test_fused_qkv_rows_run_queries_then_key_then_value_of_each_kv_head() -> Non
         rows: list[str] = []
         for tp_rank in range(tp):
             local: dict[int, str] = {}
-            for piece in source_pieces(spec, ParallelLayout(tp=tp), tp_rank=tp_rank, pp_rank=0):
+            for piece in source_pieces(spec, ParallelLayout(tp=tp), rank=tp_rank):
                 if piece.param == "decoder.layers.0.self_attention.linear_qkv.weight":
                     letter = piece.hf_name.split(".")[-2][0]
                     for i in range(piece.length):
@@ -98,7 +96,7 @@ def test_fused_qkv_rows_run_queries_then_key_then_value_of_each_kv_head() -> Non
 
 
 def test_gate_rows_of_a_rank_stand_before_its_up_rows() -> None:
-    pieces = source_pieces(model(), ParallelLayout(tp=2), tp_rank=1, pp_rank=0)
+    pieces = source_pieces(model(), ParallelLayout(tp=2), rank=1)
     fused = [p for p in pieces if p.param == "decoder.layers.0.mlp.linear_fc1.weight"]
     assert [(p.hf_name.split(".")[-2], p.hf_start, p.length, p.param_start) for p in fused] == [
         ("gate_proj", 24, 24, 0), ("up_proj", 24, 24, 24),
@@ -109,7 +107,7 @@ def test_interleaved_chunks_hold_the_layers_megatron_assigns_them() -> None:
     spec, layout = model(num_layers=8), ParallelLayout(pp=2, vpp=2)
     layers = {}
     for pp_rank in range(2):
-        for piece in source_pieces(spec, layout, tp_rank=0, pp_rank=pp_rank):
+        for piece in source_pieces(spec, layout, rank=pp_rank):
             if piece.hf_name.endswith(".o_proj.weight"):
                 local = int(piece.param.split(".")[2])
                 layers[int(piece.hf_name.split(".")[2])] = (pp_rank, piece.chunk, local)
