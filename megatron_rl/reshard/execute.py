@@ -1,6 +1,6 @@
-"""Executing a plan: one buffer per (trainer rank, worker) pair, sealed with its version and a digest.
+"""Executing a plan: one buffer per message, sealed with its version and a digest.
 
-A buffer is the plan's intervals in plan order, already in the engine's dtype, then `SEAL_BYTES` of seal. The
+A buffer is the message's intervals in its order, already in the engine's dtype, then `SEAL_BYTES` of seal. The
 digest is keyed with the plan, so two sides that planned differently never mistake each other's bytes. Nothing
 here touches a model.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ReshardError
-from megatron_rl.reshard.plan import ReshardPlan, Transfer, by_peer
+from megatron_rl.reshard.plan import Message, ReshardPlan, Transfer
 from megatron_rl.reshard.transports import Pending, Transport
 
 _DIGEST_BYTES = 16
@@ -33,27 +33,31 @@ def send_weights(
     parameter that is missing or mis-shaped, or the peer that did not take its buffer in time.
     """
     pending: list[tuple[Pending, Tensor]] = []
-    for worker, transfers in by_peer(plan.sends(rank), "target").items():
-        buffer = pack(plan, transfers, params, dtype=dtype, version=version)
-        pending.append((group.send(buffer, plan.source.world_size + worker), buffer))
+    for message in plan.messages_from(rank):
+        buffer = pack(plan, message.transfers, params, dtype=dtype, version=version)
+        pending.append((group.send(buffer, message.receiver), buffer))
     for work, _ in pending:
         work.wait()
     return sum(buffer.numel() for _, buffer in pending)
 
 
-def receive_weights(plan: ReshardPlan, worker: int, group: Transport, *, version: int) -> dict[int, Tensor]:
-    """Receive and verify every buffer of this worker: trainer rank -> uint8 payload.
+Payloads = dict[tuple[int, int], Tensor]  # (bucket, trainer rank) -> uint8 payload
+
+
+def receive_weights(plan: ReshardPlan, worker: int, group: Transport, *, version: int) -> Payloads:
+    """Receive and verify every buffer of this worker.
 
     Raises ReshardError naming the rank on a time-out, a foreign version or a wrong digest.
     """
-    pending: list[tuple[int, Pending, Tensor]] = []
-    for source, transfers in by_peer(plan.recvs(worker), "source").items():
-        buffer = torch.empty(sum(t.bytes for t in transfers) + SEAL_BYTES, dtype=torch.uint8)
-        pending.append((source, group.recv(buffer, source), buffer))
+    pending: list[tuple[Message, Pending, Tensor]] = []
+    for message in plan.messages_to(plan.num_trainers + worker):
+        buffer = torch.empty(message.bytes + SEAL_BYTES, dtype=torch.uint8)
+        pending.append((message, group.recv(buffer, message.sender), buffer))
     payloads = {}
-    for source, work, buffer in pending:
+    for message, work, buffer in pending:
         work.wait()
-        payloads[source] = check_seal(plan, buffer, version=version, source=source)
+        payload = check_seal(plan, buffer, version=version, source=message.sender)
+        payloads[message.bucket, message.sender] = payload
     return payloads
 
 
@@ -97,22 +101,22 @@ def check_seal(plan: ReshardPlan, buffer: Tensor, *, version: int, source: int) 
 
 
 def unpack(
-    plan: ReshardPlan, worker: int, payloads: Mapping[int, Tensor], *, dtype: torch.dtype
+    plan: ReshardPlan, worker: int, payloads: Mapping[tuple[int, int], Tensor], *, dtype: torch.dtype
 ) -> dict[str, list[tuple[Transfer, Tensor]]]:
     """HF name -> received intervals as views of `payloads`, for every tensor this worker received a part of.
 
     Raises ReshardError naming the trainer rank whose payload is missing or of the wrong size.
     """
     parts: dict[str, list[tuple[Transfer, Tensor]]] = {}
-    for source, transfers in by_peer(plan.recvs(worker), "source").items():
-        expected = sum(t.bytes for t in transfers)
-        got = payloads[source].numel() if source in payloads else 0
-        if got != expected:
+    for message in plan.messages_to(plan.num_trainers + worker):
+        key = message.bucket, message.sender
+        got = payloads[key].numel() if key in payloads else 0
+        if got != message.bytes:
             raise ReshardError(
-                f"weight transfer: {got} of {expected} bytes arrived from trainer rank {source}"
+                f"weight transfer: {got} of {message.bytes} bytes arrived from trainer rank {message.sender}"
             )
-        flat, offset = payloads[source].view(dtype), 0
-        for transfer in transfers:
+        flat, offset = payloads[key].view(dtype), 0
+        for transfer in message.transfers:
             count = transfer.bytes // dtype.itemsize
             view = flat[offset : offset + count].view(plan.piece_shape(transfer))
             parts.setdefault(transfer.hf_name, []).append((transfer, view))
@@ -147,7 +151,7 @@ def _local_piece(transfer: Transfer, shape: tuple[int, ...], params: Params) -> 
     if param is None:
         raise ReshardError(
             f"weight transfer: {transfer.hf_name} is planned from parameter {transfer.param} of model chunk "
-            f"{transfer.chunk} on rank {transfer.source}, which does not exist there"
+            f"{transfer.chunk}, which does not exist on this rank"
         )
     piece = param.detach()
     if transfer.param_dim is not None:
@@ -156,8 +160,8 @@ def _local_piece(transfer: Transfer, shape: tuple[int, ...], params: Params) -> 
             piece = piece.narrow(dim, start, transfer.length)
     if tuple(piece.shape) != shape:
         raise ReshardError(
-            f"weight transfer: {transfer.hf_name} needs shape {list(shape)} of {transfer.param} (rank "
-            f"{transfer.source}, chunk {transfer.chunk}), whose shape {list(param.shape)} does not hold it"
+            f"weight transfer: {transfer.hf_name} needs shape {list(shape)} of {transfer.param} (chunk "
+            f"{transfer.chunk}), whose shape {list(param.shape)} does not hold it"
         )
     return piece
 

@@ -1,7 +1,10 @@
-"""The reshard plan: which interval goes from which trainer rank to which engine worker. No tensors.
+"""The reshard plan: which interval goes from which trainer rank to which engine worker, and when. No tensors.
 
 Every process builds the plan alone from the same few numbers and gets the same one (`digest` proves it). A
 plan that `plan_reshard` returns is complete: each worker's need is tiled exactly, with no gap and no overlap.
+
+Inside, a plan is a list of segments, intervals that travel together, and for each the sender per worker.
+Single transfers are derived from that, for one member at a time.
 """
 
 from __future__ import annotations
@@ -9,30 +12,32 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from megatron_rl.errors import ReshardError
-from megatron_rl.model.hf_tables import Piece, hf_tensors, source_pieces
-from megatron_rl.model.spec import ModelSpec
+from megatron_rl.model.hf_tables import hf_tensors
+from megatron_rl.model.spec import ModelSpec, RopeScaling
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.reshard.tables import Need, target_needs
+from megatron_rl.reshard.buckets import DEFAULT_BUCKET_BYTES, Bucket, completed, cut_buckets
+from megatron_rl.reshard.placement import Placement
+from megatron_rl.reshard.plan_text import explain, summarise
+from megatron_rl.reshard.proof import check_plan
+from megatron_rl.reshard.routes import Members, Routes, choose_routes
+from megatron_rl.reshard.segments import Holding, Interval, Segment, build_segments, read_holdings
+from megatron_rl.reshard.tables import target_needs
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One interval of one HF tensor on its way from a trainer rank to an engine worker.
+    """One interval of one HF tensor, and where it stands in the parameters of the trainer rank that holds it.
 
     Elements `hf_start : hf_start + length` along `hf_dim` of the HF tensor are read from `param_start` on
-    along `param_dim` of `param` in model chunk `chunk` of rank `source`. `hf_dim` None: the whole tensor,
-    `length` 0.
+    along `param_dim` of `param` in model chunk `chunk`. `hf_dim` None: the whole tensor, `length` 0.
     """
 
-    source: int
-    target: int  # worker index: replica * target_tp + tensor-parallel rank of the worker
     hf_name: str
     hf_dim: int | None
     hf_start: int
@@ -44,11 +49,27 @@ class Transfer:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Everything that one member sends to another in one bucket; `transfers` are in the order of its bytes.
+
+    Members are trainer ranks 0 .. num_trainers - 1, then workers. A worker sends, in a two-tier plan, what it
+    receives from a trainer rank in the same bucket.
+    """
+
+    bucket: int
+    sender: int
+    receiver: int
+    transfers: tuple[Transfer, ...]
+    bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReshardPlan:
-    """Transfers from the trainer layout `source` to `replicas` engines of `target_tp` workers, in order.
+    """Messages from the trainer layout `source` to `replicas` engines of `target_tp` workers, bucket by bucket.
 
-    The order of `sends` and `recvs` is the order of bytes in the one buffer between a rank and a worker.
+    Worker `replica * target_tp + tp rank` is member `num_trainers + worker` of the transfer group. Buckets are
+    the same for everybody; executed in ascending order they cannot wait for each other in a circle.
     """
 
     spec: ModelSpec
@@ -56,11 +77,29 @@ class ReshardPlan:
     target_tp: int
     replicas: int
     element_bytes: int
-    transfers: tuple[Transfer, ...] = field(repr=False)
+    placement: Placement = field(repr=False)
+    bucket_bytes: int
+    two_tier: bool
+    holdings: tuple[Holding, ...] = field(repr=False)
+    buckets: tuple[Bucket, ...] = field(repr=False)
+    segments: tuple[Segment, ...] = field(repr=False)
+    routes: tuple[Routes, ...] = field(repr=False)  # per segment, the sender for each of its workers
+
+    @property
+    def num_trainers(self) -> int:
+        return self.source.world_size
 
     @property
     def num_workers(self) -> int:
         return self.target_tp * self.replicas
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def members(self) -> Members:
+        return Members(self.num_trainers, self.target_tp, self.replicas)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -68,23 +107,50 @@ class ReshardPlan:
         return hf_tensors(self.spec)
 
     @cached_property
-    def _by_source(self) -> Mapping[int, list[Transfer]]:
-        return by_peer(self.transfers, "source")
+    def names(self) -> tuple[str, ...]:
+        """HF names in checkpoint order."""
+        return tuple(self.shapes)
 
     @cached_property
-    def _by_target(self) -> Mapping[int, list[Transfer]]:
-        return by_peer(self.transfers, "target")
+    def completed(self) -> tuple[tuple[int, ...], ...]:
+        """Per bucket, the positions of the tensors whose last byte arrives in it."""
+        return tuple(completed(self.buckets))
 
-    def sends(self, rank: int) -> list[Transfer]:
-        """What a trainer rank sends, all workers mixed, in plan order."""
-        return self._by_source.get(rank, [])
+    @cached_property
+    def holding_of(self) -> tuple[int, ...]:
+        """Per trainer rank, the position of its holding in `holdings`."""
+        owner = {rank: index for index, holding in enumerate(self.holdings) for rank in holding.ranks}
+        return tuple(owner[rank] for rank in range(self.num_trainers))
 
-    def recvs(self, worker: int) -> list[Transfer]:
-        """What a worker receives, all sources mixed, in plan order."""
-        return self._by_target.get(worker, [])
+    def messages_from(self, member: int) -> list[Message]:
+        """What a member sends, ordered by bucket and receiver."""
+        found: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for index, (segment, senders) in enumerate(zip(self.segments, self.routes, strict=True)):
+            if member in senders:
+                for worker, sender in zip(self.members.workers_of(segment), senders, strict=True):
+                    if sender == member:
+                        found[segment.bucket, member, worker].append(index)
+        return self._messages(found)
+
+    def messages_to(self, member: int) -> list[Message]:
+        """What a worker receives, ordered by bucket and sender; `member` is its place in the transfer group."""
+        found: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        if member >= self.num_trainers:
+            tp_rank = (member - self.num_trainers) % self.target_tp
+            for index, (segment, senders) in enumerate(zip(self.segments, self.routes, strict=True)):
+                if tp_rank in segment.tp_ranks:
+                    sender = senders[self.members.column_of(segment, member)]
+                    found[segment.bucket, sender, member].append(index)
+        return self._messages(found)
+
+    def completes(self, bucket: int) -> tuple[str, ...]:
+        """HF names, in checkpoint order, whose last byte arrives in a bucket; each name is in exactly one."""
+        return tuple(self.names[tensor] for tensor in self.completed[bucket])
 
     def bytes_moved(self) -> int:
-        return sum(t.bytes for t in self.transfers)
+        return sum(
+            segment.bytes * len(senders) for segment, senders in zip(self.segments, self.routes, strict=True)
+        )
 
     def piece_shape(self, transfer: Transfer) -> tuple[int, ...]:
         """Shape of the moved interval: the HF shape, cut along `hf_dim`."""
@@ -93,60 +159,17 @@ class ReshardPlan:
             shape[transfer.hf_dim] = transfer.length
         return tuple(shape)
 
+    def origin(self, segment: int, sender: int) -> int:
+        """The trainer rank from which a segment comes that `sender` sends: itself, unless it passes it on."""
+        if sender < self.num_trainers:
+            return sender
+        return self.routes[segment][self.members.column_of(self.segments[segment], sender)]
+
     def summary(self) -> dict[str, Any]:
-        """Sizes and balance; `broadcast_bytes` is what sending whole tensors to every worker would move."""
-        sent = {rank: sum(t.bytes for t in self.sends(rank)) for rank in range(self.source.world_size)}
-        received = {w: sum(t.bytes for t in self.recvs(w)) for w in range(self.num_workers)}
-        model_bytes = sum(prod(shape) for shape in self.shapes.values()) * self.element_bytes
-        mean = sum(sent.values()) / len(sent)
-        return {
-            "source": asdict(self.source),
-            "target": {"tp": self.target_tp, "replicas": self.replicas},
-            "transfers": len(self.transfers),
-            "model_bytes": model_bytes,
-            "bytes_moved": self.bytes_moved(),
-            "broadcast_bytes": model_bytes * self.num_workers,
-            "sent_bytes": sent,
-            "received_bytes": received,
-            "send_imbalance": max(sent.values()) / mean if mean else 1.0,
-        }
+        return summarise(self)
 
     def explain(self) -> str:
-        """A short table for a person: totals, then bytes per trainer rank and per worker."""
-        facts = self.summary()
-        lines = [
-            f"reshard plan: {self.source} -> {self.replicas} engine(s) of tp={self.target_tp}",
-            f"  {facts['transfers']:,} transfers, {_mib(facts['bytes_moved'])}",
-            f"  model {_mib(facts['model_bytes'])}, a broadcast would move {_mib(facts['broadcast_bytes'])}",
-            f"  busiest sender / mean {facts['send_imbalance']:.2f}",
-        ]
-        for title, sizes in (
-            ("trainer rank sends", facts["sent_bytes"]),
-            ("worker receives", facts["received_bytes"]),
-        ):
-            shown = list(sizes.items())[:16]
-            more = f" ... {len(sizes) - len(shown)} more" if len(sizes) > len(shown) else ""
-            lines.append(f"  {title}: " + ", ".join(f"{i}: {_mib(size)}" for i, size in shown) + more)
-        return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """The whole plan, one row per transfer; canonical, so two equal plans are equal texts."""
-        return json.dumps(
-            {
-                **self.inputs(),
-                "columns": [f.name for f in fields(Transfer)],
-                "transfers": [astuple(t) for t in self.transfers],
-            },
-            separators=(",", ":"),
-        )
-
-    @cached_property
-    def _digest(self) -> str:
-        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
-
-    def digest(self) -> str:
-        """128 bits in hex; equal on every process that built the same plan."""
-        return self._digest
+        return explain(self)
 
     def inputs(self) -> dict[str, Any]:
         """The few numbers from which `plan_from_inputs` builds the same plan elsewhere; JSON-able."""
@@ -156,46 +179,141 @@ class ReshardPlan:
             "target_tp": self.target_tp,
             "replicas": self.replicas,
             "element_bytes": self.element_bytes,
+            "placement": asdict(self.placement),
+            "bucket_bytes": self.bucket_bytes,
+            "two_tier": self.two_tier,
         }
+
+    def to_json(self) -> str:
+        """The whole plan; canonical, so two equal plans are equal texts.
+
+        `holdings`: ranks and their pieces. `buckets`: (tensor, number, parts). `segments`: bucket, tp ranks,
+        holdings, intervals as (tensor, dim, start, length, bytes). `routes`: per segment the sender for each of
+        its workers. Tensors are positions in `tensors`.
+        """
+        pieces = [
+            [[p.hf_name, p.hf_dim, p.hf_start, p.length, p.chunk, p.param, p.param_dim, p.param_start]
+             for group in holding.pieces.values() for p in group]
+            for holding in self.holdings
+        ]  # fmt: skip
+        return json.dumps(
+            {
+                **self.inputs(),
+                "tensors": self.names,
+                "holdings": [[h.ranks, held] for h, held in zip(self.holdings, pieces, strict=True)],
+                "buckets": self.buckets,
+                "segments": [[s.bucket, s.tp_ranks, s.holdings, s.intervals] for s in self.segments],
+                "routes": [list(senders) for senders in self.routes],
+            },
+            separators=(",", ":"),
+        )
+
+    def digest(self) -> str:
+        """128 bits in hex; equal on every process that built the same plan."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+
+    def _messages(self, found: Mapping[tuple[int, int, int], Iterable[int]]) -> list[Message]:
+        messages = []
+        for (bucket, sender, receiver), segments in sorted(found.items()):
+            intervals = sorted(
+                (
+                    (interval, self.origin(s, sender))
+                    for s in segments
+                    for interval in self.segments[s].intervals
+                ),
+                key=lambda item: (item[0].tensor, item[0].start),
+            )
+            transfers = tuple(self._transfer(interval, rank) for interval, rank in intervals)
+            messages.append(Message(bucket, sender, receiver, transfers, sum(t.bytes for t in transfers)))
+        return messages
+
+    def _transfer(self, interval: Interval, rank: int) -> Transfer:
+        name = self.names[interval.tensor]
+        place = self.holdings[self.holding_of[rank]].place(name, interval)
+        assert place is not None  # proven when the plan was built
+        return Transfer(name, interval.dim, interval.start, interval.length, *place, interval.bytes)
 
 
 def plan_reshard(
-    spec: ModelSpec, source: ParallelLayout, *, target_tp: int, replicas: int, element_bytes: int
+    spec: ModelSpec,
+    source: ParallelLayout,
+    *,
+    target_tp: int,
+    replicas: int,
+    element_bytes: int,
+    placement: Placement | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    two_tier: bool = False,
 ) -> ReshardPlan:
-    """Plan a full weight transfer, choosing the least loaded holder of each interval (ties: lowest rank).
+    """Plan a full weight transfer and prove it complete.
 
-    `element_bytes` is the width on the wire. Raises LayoutError if the engine cannot hold the model,
-    ReshardError naming the tensor if the source does not hold all of it.
+    `element_bytes` is the width on the wire. `placement` None: everybody on one node without devices. A worker
+    receives at most `bucket_bytes` in one bucket. With `two_tier` every byte enters a node at most once, and
+    workers pass it on inside.
+
+    Raises LayoutError if the engine cannot hold the model, ReshardError naming the tensor if the source does
+    not hold all of it.
     """
-    holders = _holders(spec, source)
-    shapes = hf_tensors(spec)
-    load: dict[int, int] = defaultdict(int)
-    transfers: list[Transfer] = []
-    for replica in range(replicas):
-        for tp_rank in range(target_tp):
-            worker = replica * target_tp + tp_rank
-            for name, need in target_needs(spec, tp=target_tp, rank=tp_rank).items():
-                cover = _cover(name, shapes[name], need, holders[name], load, worker, element_bytes)
-                check_exact(name, shapes[name], need, cover, element_bytes)
-                transfers += cover
-    return ReshardPlan(
+    needs = [target_needs(spec, tp=target_tp, rank=rank) for rank in range(target_tp)]
+    members = Members(source.world_size, target_tp, replicas)
+    placement = placement or Placement.one_node(members.trainers, members.workers)
+    check_placement(placement, members)
+    holdings = read_holdings(spec, source)
+    buckets = cut_buckets(hf_tensors(spec), needs, element_bytes=element_bytes, bucket_bytes=bucket_bytes)
+    segments, routes = choose_routes(
+        build_segments(spec, holdings, needs, buckets, element_bytes=element_bytes),
+        holdings,
+        members,
+        placement,
+        two_tier=two_tier,
+        bucket_bytes=bucket_bytes,
+    )
+    plan = ReshardPlan(
         spec=spec,
         source=source,
         target_tp=target_tp,
         replicas=replicas,
         element_bytes=element_bytes,
-        transfers=tuple(transfers),
+        placement=placement,
+        bucket_bytes=bucket_bytes,
+        two_tier=two_tier,
+        holdings=holdings,
+        buckets=buckets,
+        segments=segments,
+        routes=routes,
     )
+    check_plan(plan)
+    return plan
+
+
+def check_placement(placement: Placement, members: Members) -> None:
+    """Raises ReshardError when `placement` is of another number of ranks or workers."""
+    for side, got, wanted in (
+        ("trainer ranks", len(placement.trainer_nodes), members.trainers),
+        ("engine workers", len(placement.worker_nodes), members.workers),
+    ):
+        if got != wanted:
+            raise ReshardError(f"placement: places {got} {side}, but there are {wanted}")
 
 
 def plan_from_inputs(inputs: Mapping[str, Any], *, digest: str) -> ReshardPlan:
     """Rebuild a plan from `ReshardPlan.inputs`. Raises ReshardError when it is not the plan with `digest`."""
+    spec = dict(inputs["spec"])
+    if spec["rope_scaling"] is not None:
+        spec["rope_scaling"] = RopeScaling(**spec["rope_scaling"])
     plan = plan_reshard(
-        ModelSpec.from_plain(inputs["spec"]),
+        ModelSpec(**spec),
         ParallelLayout(**inputs["source"]),
         target_tp=inputs["target_tp"],
         replicas=inputs["replicas"],
         element_bytes=inputs["element_bytes"],
+        placement=Placement(**{key: tuple(value) for key, value in inputs["placement"].items()}),
+        bucket_bytes=inputs["bucket_bytes"],
+        two_tier=inputs["two_tier"],
     )
     if plan.digest() != digest:
         raise ReshardError(
@@ -203,119 +321,3 @@ def plan_from_inputs(inputs: Mapping[str, Any], *, digest: str) -> ReshardPlan:
             f"both must run the same version of megatron_rl"
         )
     return plan
-
-
-def check_exact(
-    name: str, shape: tuple[int, ...], need: Need, cover: list[Transfer], element_bytes: int
-) -> None:
-    """Prove that `cover` tiles `need` once. Raises ReshardError naming tensor and first wrong place."""
-    dim, start, length = need
-    if dim is None:
-        if len(cover) != 1 or cover[0].hf_dim is not None:
-            raise ReshardError(
-                f"reshard plan: {name} is needed whole, but is covered by {len(cover)} transfers"
-            )
-        expected = prod(shape) * element_bytes
-    else:
-        cursor = start
-        for transfer in sorted(cover, key=lambda t: t.hf_start):
-            if transfer.hf_start != cursor or transfer.length <= 0:
-                kind = "a gap" if transfer.hf_start > cursor else "an overlap"
-                raise ReshardError(
-                    f"reshard plan: {kind} in {name} along dim {dim}: index {cursor} expected, "
-                    f"the next transfer starts at {transfer.hf_start} from rank {transfer.source}"
-                )
-            cursor += transfer.length
-        if cursor != start + length:
-            raise ReshardError(
-                f"reshard plan: {name} along dim {dim} ends at {cursor}, needed up to {start + length}"
-            )
-        expected = length * prod(n for i, n in enumerate(shape) if i != dim) * element_bytes
-    moved = sum(t.bytes for t in cover)
-    if moved != expected:
-        raise ReshardError(f"reshard plan: {name} moves {moved} bytes, its interval has {expected}")
-
-
-_Holder = tuple[int, Piece]  # (trainer rank, what it holds)
-
-
-def _holders(spec: ModelSpec, source: ParallelLayout) -> dict[str, dict[tuple[int, int], list[_Holder]]]:
-    """HF name -> (start, end) -> every rank's piece of exactly that interval, lowest rank first."""
-    table: dict[str, dict[tuple[int, int], list[_Holder]]] = defaultdict(lambda: defaultdict(list))
-    for rank in range(source.world_size):
-        for piece in source_pieces(spec, source, rank=rank):
-            table[piece.hf_name][piece.hf_start, piece.hf_start + piece.length].append((rank, piece))
-    return table
-
-
-def _cover(
-    name: str,
-    shape: tuple[int, ...],
-    need: Need,
-    holders: Mapping[tuple[int, int], list[_Holder]],
-    load: dict[int, int],
-    worker: int,
-    element_bytes: int,
-) -> list[Transfer]:
-    """Walk the need from its start; at each point take the longest stretch from the least loaded holder."""
-    dim, cursor, length = need
-    if dim is None:
-        whole = [holder for group in holders.values() for holder in group]
-        return [
-            _take(name, prod(shape) * element_bytes, need, _least_loaded(name, whole, load), load, worker)
-        ]
-    row_bytes = prod(n for i, n in enumerate(shape) if i != dim) * element_bytes
-    end, cover = cursor + length, []
-    while cursor < end:
-        here = [
-            h for (lo, hi), group in holders.items() if lo <= cursor < hi for h in group if h[1].hf_dim == dim
-        ]
-        if not here:
-            raise ReshardError(
-                f"reshard plan: a gap in {name}: no trainer rank holds index {cursor} along dim {dim}"
-            )
-        holder = _least_loaded(name, here, load)
-        stop = min(end, holder[1].hf_start + holder[1].length)
-        cover.append(
-            _take(name, (stop - cursor) * row_bytes, (dim, cursor, stop - cursor), holder, load, worker)
-        )
-        cursor = stop
-    return cover
-
-
-def _least_loaded(name: str, holders: list[_Holder], load: Mapping[int, int]) -> _Holder:
-    if not holders:
-        raise ReshardError(f"reshard plan: no trainer rank holds {name}")
-    return min(holders, key=lambda holder: (load.get(holder[0], 0), holder[0]))
-
-
-def _take(name: str, size: int, span: Need, holder: _Holder, load: dict[int, int], worker: int) -> Transfer:
-    dim, start, length = span
-    rank, piece = holder
-    load[rank] += size
-    offset = start - piece.hf_start if dim is not None else 0
-    return Transfer(
-        source=rank,
-        target=worker,
-        hf_name=name,
-        hf_dim=dim,
-        hf_start=start,
-        length=length,
-        chunk=piece.chunk,
-        param=piece.param,
-        param_dim=piece.param_dim,
-        param_start=piece.param_start + offset,
-        bytes=size,
-    )
-
-
-def by_peer(transfers: Sequence[Transfer], key: str) -> dict[int, list[Transfer]]:
-    """Transfers of each `source` or `target` (`key`), lowest first, in the order in which they came."""
-    groups: dict[int, list[Transfer]] = defaultdict(list)
-    for transfer in transfers:
-        groups[getattr(transfer, key)].append(transfer)
-    return dict(sorted(groups.items()))
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.2f} MiB"

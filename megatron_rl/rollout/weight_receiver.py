@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_rl.errors import ReshardError
-from megatron_rl.reshard.execute import full_tensors, receive_weights, unpack
+from megatron_rl.reshard.execute import Payloads, full_tensors, receive_weights, unpack
 from megatron_rl.reshard.plan import ReshardPlan, plan_from_inputs
 from megatron_rl.reshard.transports import Transport, make_group
 
@@ -57,7 +57,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
     _group: Transport | None = None
     _worker = -1
     _canary = True
-    _staged: dict[int, Tensor] | None = None
+    _staged: Payloads | None = None
     _error: str | None = None
 
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
@@ -109,7 +109,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
             raise ReshardError("weight transfer: weights announced before the group was set up")
         self._staged = receive_weights(self._plan, self._worker, self._group, version=info.version)
 
-    def _load(self, payloads: dict[int, Tensor]) -> None:
+    def _load(self, payloads: Payloads) -> None:
         plan = self._plan
         assert plan is not None
         dtype = self.model_config.dtype
