@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_rl import __version__
 from megatron_rl.errors import LostPeerError, MegatronRLError
+from megatron_rl.recipe.hosts import HostPort, parse_host_port
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
 from megatron_rl.recipe.summary import summary_data, summary_table
@@ -107,6 +108,13 @@ def _check(args: argparse.Namespace) -> int:
     return 0
 
 
+def _engine(args: argparse.Namespace) -> int:
+    from megatron_rl.rollout.engine_host import run_engine_host
+
+    run_engine_host(args.listen, secret_file=args.secret_file, log_dir=args.log_dir)
+    return 0
+
+
 def _report(args: argparse.Namespace) -> int:
     from megatron_rl.train.report import write_report
 
@@ -124,6 +132,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     by_name = {
         "train": _train_parser(commands),
         "check": _check_parser(commands),
+        "engine": _engine_parser(commands),
         "report": _report_parser(commands),
     }
     # intermixed: options may stand between overrides, which sub-parsers alone do not allow
@@ -151,6 +160,33 @@ def _check_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     return check
 
 
+def _engine_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    engine = commands.add_parser(
+        "engine",
+        help="run generation engines on this machine for a trainer on another",
+        description="Start engines for the trainer whose recipe lists this machine in engine.hosts, one run at a "
+        "time, until Ctrl-C. They end with their trainer. Models have to be at the same path as there.",
+    )
+    engine.add_argument(
+        "--listen", type=_host_port, required=True, metavar="ADDRESS:PORT", help="of this machine"
+    )
+    engine.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help="required unless ADDRESS is a loopback address; the recipe's engine.secret_file holds the same",
+    )
+    engine.add_argument(
+        "--log-dir",
+        type=Path,
+        default=Path("engine_logs"),
+        metavar="DIR",
+        help="logs of the engines (default: engine_logs)",
+    )
+    engine.set_defaults(run=_engine)
+    return engine
+
+
 def _report_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write report.html of a run directory")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -165,6 +201,13 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="path=value", help="such as stages.1.optimizer.lr=1e-6"
     )
+
+
+def _host_port(text: str) -> HostPort:
+    try:
+        return parse_host_port(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _positive(text: str) -> int:

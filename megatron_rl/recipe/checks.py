@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.recipe.hosts import parse_host_port
 from megatron_rl.recipe.problems import Problem, did_you_mean
 from megatron_rl.recipe.stages import (
     AlgorithmConfig,
@@ -156,3 +157,33 @@ def _curriculum_problems(stage: RlStage, path: str) -> Iterator[Problem]:
 def _engine_problems(engine: EngineConfig, path: str) -> Iterator[Problem]:
     if engine.port > 65535:
         yield Problem(f"{path}.port", f"got {engine.port}, must be at most 65535; 0 takes any free one")
+    yield from _host_problems(engine, path)
+
+
+def _host_problems(engine: EngineConfig, path: str) -> Iterator[Problem]:
+    if len(engine.hosts) > engine.replicas:
+        yield Problem(
+            f"{path}.hosts",
+            f"has {len(engine.hosts)} hosts for {engine.replicas} replicas, so that some would stay idle; raise "
+            f"replicas to {len(engine.hosts)} or remove hosts",
+        )
+    if engine.secret_file is not None and not engine.hosts:
+        yield Problem(f"{path}.secret_file", "is not used without hosts; remove it or set hosts")
+    for i, text in enumerate(engine.hosts):
+        try:
+            address = parse_host_port(text)
+        except ValueError as error:
+            yield Problem(f"{path}.hosts.{i}", str(error))
+            continue
+        if address.port == 0:
+            yield Problem(
+                f"{path}.hosts.{i}", f"got {text!r}, must name the port that the engine host listens on"
+            )
+        elif text in engine.hosts[:i]:
+            yield Problem(f"{path}.hosts.{i}", f"{text} is there twice; name each host once")
+        elif engine.secret_file is None and not address.is_loopback():
+            yield Problem(
+                f"{path}.hosts.{i}",
+                f"{text} is another machine, which asks for a secret; set secret_file to the file that "
+                f"`megatron-rl engine` there was given as --secret-file",
+            )

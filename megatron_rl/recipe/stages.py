@@ -109,6 +109,10 @@ class EngineConfig:
     kind: Literal["vllm"] = "vllm"
     tp: PositiveInt = 1  # tensor-parallel workers of one engine
     replicas: PositiveInt = 1  # engines
+    # HOST:PORT of each machine that runs `megatron-rl engine`: replica i is started on host i modulo their number.
+    # Empty: all on the machine of trainer rank 0. Paths must be the same on all machines
+    hosts: tuple[Text, ...] = ()
+    secret_file: Text | None = None  # what those were given as --secret-file
     port: NonNegativeInt = 0  # the one port of weight transfer; 0: any free one
     max_concurrent: PositiveInt = 256  # sequences decoded at once by one engine
     kv_cache_gib: PositiveInt = 1  # CPU: size of the KV cache

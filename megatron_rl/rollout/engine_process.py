@@ -8,29 +8,36 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.rollout.channel import STARTING, Channel, setting_behind
+from megatron_rl.rollout.devices import node_id
 from megatron_rl.rollout.shared_memory import remove_shared_memory, shared_memory_of_group
-from megatron_rl.rollout.wire import Message, WireClosed, WireTimeout, recv_message, send_message
+from megatron_rl.rollout.wire import Message, WireClosed, WireTimeout
 
 _LOG_TAIL_LINES = 12
-_STOP_GRACE_S = 5.0
-_STARTING = "starting"
+STOP_GRACE_S = 5.0
 
 
 class EngineProcess:
-    """Owns the process group of one replica. Commands go one at a time; every wait is bounded."""
+    """Owns the process group of one replica. Commands go one at a time; every wait is bounded.
 
-    def __init__(self, replica: int, log_path: Path) -> None:
-        self.replica, self.log_path = replica, log_path
-        self._lock = threading.Lock()
-        self._broken: str | None = None
+    `devices` are positions among the GPUs that this process is shown, None without one. `host` is how the
+    trainer calls this machine, for messages that it will read elsewhere.
+    """
+
+    def __init__(
+        self, replica: int, log_path: Path, *, devices: Sequence[int] | None = None, host: str | None = None
+    ) -> None:
+        self.replica, self.log_path, self.host = replica, log_path, host
+        self.devices = None if devices is None else tuple(devices)
+        self.node = node_id()
         self._shared_memory: set[Path] = set()
-        self._sock, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours, self._explain)
         self._life, their_life = socket.socketpair()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         fds = (theirs.fileno(), their_life.fileno())
@@ -59,11 +66,11 @@ class EngineProcess:
 
     @property
     def name(self) -> str:
-        return f"engine replica {self.replica} (pid {self.pid})"
+        return f"engine replica {self.replica}{f' on {self.host}' if self.host else ''} (pid {self.pid})"
 
     def start(self, message: Message, *, timeout_s: float) -> None:
         """Send the start message and wait until it is ready. Raises EngineError with the end of the log."""
-        self._exchange(message, timeout_s=timeout_s, doing=_STARTING)
+        self._exchange({**message, "devices": self.devices}, timeout_s=timeout_s, doing=STARTING)
         self._shared_memory = shared_memory_of_group(self.pid)
 
     def ask(self, cmd: str, *, timeout_s: float, **fields: Any) -> Any:
@@ -72,31 +79,28 @@ class EngineProcess:
 
     def close(self) -> None:
         """Shutdown, then SIGTERM, then SIGKILL of its own process group. Safe to call twice."""
-        if self._process.poll() is None and self._broken is None:
+        if self._process.poll() is None and not self._channel.is_broken:
             with contextlib.suppress(EngineError, ReshardError):
-                self._exchange({"cmd": "shutdown"}, timeout_s=_STOP_GRACE_S, doing="shutdown")
-                self._wait(_STOP_GRACE_S)
+                self._exchange({"cmd": "shutdown"}, timeout_s=STOP_GRACE_S, doing="shutdown")
+                self._wait(STOP_GRACE_S)
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)  # a stopped process hears nothing until it goes on
-            self._wait(_STOP_GRACE_S)
-        # always: workers of a leader that is gone are still in its group
+            self._wait(STOP_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL of its own process group, whose workers may have outlived their leader. Safe to call twice."""
+        if self._process.poll() is None:
+            self._shared_memory |= shared_memory_of_group(self.pid)
         self._signal(signal.SIGKILL)
-        self._wait(_STOP_GRACE_S)
+        self._wait(STOP_GRACE_S)
         remove_shared_memory(self._shared_memory)
-        self._sock.close()
+        self._channel.close()
         self._life.close()
 
     def _exchange(self, message: Message, *, timeout_s: float, doing: str) -> Message:
-        deadline = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=timeout_s):
-            raise EngineError(f"{self.name}: still busy with another command after {timeout_s:g} s ({doing})")
-        try:
-            if self._broken is not None:
-                raise EngineError(self._broken)
-            answer = self._round_trip(message, deadline=deadline, timeout_s=timeout_s, doing=doing)
-        finally:
-            self._lock.release()
+        answer = self._channel.exchange(message, name=self.name, timeout_s=timeout_s, doing=doing)
         if error := answer.get("error"):
             if error["kind"] == "reshard":
                 raise ReshardError(f"{self.name}: {error['message']}")
@@ -104,21 +108,16 @@ class EngineProcess:
             raise EngineError(f"{self.name}: {doing} failed: {error['message']}; {tail}")
         return answer
 
-    def _round_trip(self, message: Message, *, deadline: float, timeout_s: float, doing: str) -> Message:
-        try:
-            send_message(self._sock, message, timeout_s=max(0.0, deadline - time.monotonic()))
-            return recv_message(self._sock, timeout_s=max(0.0, deadline - time.monotonic()))
-        except WireTimeout as error:
-            setting = "engine.start_timeout_s" if doing == _STARTING else "engine.request_timeout_s"
-            self._broken = (
+    def _explain(self, error: EngineError, timeout_s: float, doing: str) -> str:
+        if isinstance(error, WireTimeout):
+            return (
                 f"{self.name}: did not answer within {timeout_s:g} s while {doing}; "
-                f"raise {setting} if it needs longer; {self._log_tail()}"
+                f"raise {setting_behind(doing)} if it needs longer; {self._log_tail()}"
             )
-            raise EngineError(self._broken) from error
-        except WireClosed as error:
+        if isinstance(error, WireClosed):
             self._wait(2.0)
-            self._broken = f"{self.name}: died ({self._exit_status()}) while {doing}; {self._log_tail()}"
-            raise EngineError(self._broken) from error
+            return f"{self.name}: died ({self._exit_status()}) while {doing}; {self._log_tail()}"
+        return f"{self.name}: answered what is no answer while {doing} ({error}); {self._log_tail()}"
 
     def _exit_status(self) -> str:
         code = self._process.poll()

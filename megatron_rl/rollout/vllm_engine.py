@@ -9,18 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import torch
-
 from megatron_rl.data.types import Completion, Finish
 from megatron_rl.errors import EngineError
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.platform.device import has_accelerator
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.reshard.tables import check_target
-from megatron_rl.rollout.devices import replica_devices
 from megatron_rl.rollout.engine import GenerateRequest
-from megatron_rl.rollout.engine_process import EngineProcess
+from megatron_rl.rollout.replicas import Replica, meeting_host, open_replicas
 
 _ACK_SLACK_S = 30.0  # beyond the transfer's own time-out, for its error to travel back
 
@@ -32,7 +28,7 @@ class VllmEngine:
 
     def __init__(self, config: EngineConfig, *, spec: ModelSpec, max_model_len: int) -> None:
         self._config, self._spec, self._max_model_len = config, spec, max_model_len
-        self._replicas: list[EngineProcess] = []
+        self._replicas: list[Replica] = []
         self._threads = ThreadPoolExecutor(max_workers=config.replicas, thread_name_prefix="engine")
         self._weight_version = -1
 
@@ -53,8 +49,8 @@ class VllmEngine:
 
         `dtype` is `float32` or `bfloat16`, `max_model_len` the tokens of prompt plus response, `threads` the
         CPU threads of one worker. Raises EngineError naming the replica, its exit code and the end of its
-        log, the configured port if it is taken, or the GPUs that are missing: replicas do not share them.
-        LayoutError if the model does not fit `engine.tp`.
+        log, the configured port if it is taken, the host that cannot be used, or the GPUs that are missing:
+        replicas do not share them. LayoutError if the model does not fit `engine.tp`.
         """
         check_target(spec, tp=config.tp)
         if max_model_len > spec.max_positions:
@@ -66,7 +62,7 @@ class VllmEngine:
         _check_port_free(config.port)
         engine = cls(config, spec=spec, max_model_len=max_model_len)
         message = {
-            "hf_path": str(hf_path),
+            "hf_path": str(Path(hf_path).absolute()),  # an engine host was started in another directory
             "dtype": dtype,
             "tp": config.tp,
             "seed": seed,
@@ -76,15 +72,10 @@ class VllmEngine:
             "kv_cache_gib": config.kv_cache_gib,
             "gpu_memory_fraction": config.gpu_memory_fraction,
         }
-        devices = _devices(config)
         try:
-            for index in range(config.replicas):
-                engine._replicas.append(EngineProcess(index, Path(log_dir) / f"engine_{index}.log"))
-            engine._all(
-                lambda replica: replica.start(
-                    {**message, "devices": devices[replica.replica]}, timeout_s=config.start_timeout_s
-                )
-            )
+            for replica in open_replicas(config, hf_path=hf_path, log_dir=log_dir):
+                engine._replicas.append(replica)
+            engine._all(lambda replica: replica.start(message, timeout_s=config.start_timeout_s))
         except BaseException:
             engine.close()
             raise
@@ -105,6 +96,19 @@ class VllmEngine:
     def pids(self) -> list[int]:
         """Leaders of the replicas' process groups."""
         return [replica.pid for replica in self._replicas]
+
+    def worker_nodes(self) -> tuple[str, ...]:
+        """Of each worker of the plan, in order, the machine it runs on (see devices.node_id)."""
+        return tuple(replica.node for replica in self._replicas for _ in range(self._config.tp))
+
+    def worker_devices(self) -> tuple[int | None, ...]:
+        """Of each worker of the plan, in order, its position among the GPUs of its machine; None without GPUs."""
+        none = [None] * self._config.tp
+        return tuple(device for replica in self._replicas for device in replica.devices or none)
+
+    def meeting_host(self, host: str) -> str:
+        """Where workers reach this machine, which other trainer ranks reach as `host`: see `replicas.meeting_host`."""
+        return meeting_host(host, self._replicas)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Completions in the order of `requests`; replicas take blocks of them, so that groups stay together.
@@ -148,7 +152,7 @@ class VllmEngine:
     ) -> Future[Any]:
         """Ask every worker to join the transfer group; trainer ranks join while the future is pending."""
 
-        def join(replica: EngineProcess) -> None:
+        def join(replica: Replica) -> None:
             replica.ask(
                 "init_transfer",
                 timeout_s=timeout_s + _ACK_SLACK_S,
@@ -189,7 +193,7 @@ class VllmEngine:
         if self._replicas:
             # at once, and not on the pool: a busy replica takes seconds to stop and holds a thread of it
             with ThreadPoolExecutor(max_workers=len(self._replicas)) as closing:
-                list(closing.map(EngineProcess.close, self._replicas))
+                list(closing.map(lambda replica: replica.close(), self._replicas))
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _check_fits(self, what: str, prompt_tokens: int, max_tokens: int) -> None:
@@ -200,7 +204,7 @@ class VllmEngine:
                 f"one, and both together at most {self._max_model_len}"
             )
 
-    def _generate_on(self, replica: EngineProcess, block: Sequence[GenerateRequest]) -> list[Completion]:
+    def _generate_on(self, replica: Replica, block: Sequence[GenerateRequest]) -> list[Completion]:
         answers = replica.ask(
             "generate",
             timeout_s=self._config.request_timeout_s,
@@ -209,10 +213,10 @@ class VllmEngine:
         )
         return [completion_from_wire(answer, replica=replica.name) for answer in answers]
 
-    def _all(self, step: Callable[[EngineProcess], T]) -> list[T]:
+    def _all(self, step: Callable[[Replica], T]) -> list[T]:
         return self._together([self._threads.submit(step, replica) for replica in self._replicas])
 
-    def _in_background(self, step: Callable[[EngineProcess], None]) -> Future[Any]:
+    def _in_background(self, step: Callable[[Replica], None]) -> Future[Any]:
         """One future for all replicas, on a thread of its own: it waits for the pool's."""
         outer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-wait")
         try:
@@ -239,13 +243,6 @@ def completion_from_wire(answer: Mapping[str, Any], *, replica: str) -> Completi
             f"{answer['finish']!r}, known are {', '.join(known.value for known in Finish)}; its log may say why"
         ) from error
     return Completion(**{**answer, "finish": finish})
-
-
-def _devices(config: EngineConfig) -> Sequence[Sequence[int] | None]:
-    """Of each replica the devices it may use, None where there is no accelerator."""
-    if not has_accelerator():
-        return [None] * config.replicas
-    return replica_devices(replicas=config.replicas, tp=config.tp, visible=torch.cuda.device_count())
 
 
 def _to_wire(request: GenerateRequest) -> dict[str, Any]:

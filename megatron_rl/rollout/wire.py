@@ -1,4 +1,4 @@
-"""Messages between the trainer and an engine process: length-prefixed JSON over one socket.
+"""Messages between a trainer, an engine host and an engine process: length-prefixed JSON over one socket.
 
 JSON because both ends can be read in a log; Python writes floats so that they read back exactly.
 """
@@ -15,6 +15,8 @@ from megatron_rl.errors import EngineError
 
 _LENGTH = struct.Struct("<Q")
 MAX_MESSAGE_BYTES = 1 << 30
+DEAD_AFTER_S = 15.0  # a peer whose kernel is silent, or that takes no bytes, for so long is gone
+_PROBE_EVERY_S = 5
 
 Message = dict[str, Any]
 
@@ -25,6 +27,20 @@ class WireClosed(EngineError):
 
 class WireTimeout(EngineError):
     """The other end did not finish a message in time; the connection cannot be used again."""
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Let the kernel find out, within `DEAD_AFTER_S`, that the other machine or the way to it is gone.
+
+    The kernels of both ends do it among themselves, however busy the processes are.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, int(DEAD_AFTER_S) // _PROBE_EVERY_S - 1)
+    # probes stop while bytes are under way; this bounds those
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(DEAD_AFTER_S * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def send_message(sock: socket.socket, message: Message, *, timeout_s: float | None = None) -> None:
@@ -52,15 +68,19 @@ def send_message(sock: socket.socket, message: Message, *, timeout_s: float | No
         sock.settimeout(None)
 
 
-def recv_message(sock: socket.socket, *, timeout_s: float | None = None) -> Message:
+def recv_message(
+    sock: socket.socket, *, timeout_s: float | None = None, max_bytes: int | None = None
+) -> Message:
     """The next whole message; `timeout_s` bounds all of it, None waits for ever.
 
-    Raises WireClosed at the end of the stream, WireTimeout, or EngineError when it is not a message of ours.
+    Raises WireClosed at the end of the stream, WireTimeout, or EngineError when it is not a message of ours or
+    has more than `max_bytes` (None: what any message may have).
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     (size,) = _LENGTH.unpack(_read(sock, _LENGTH.size, deadline))
-    if size > MAX_MESSAGE_BYTES:
-        raise EngineError(f"wire: a message of {size} bytes announced, at most {MAX_MESSAGE_BYTES} allowed")
+    limit = MAX_MESSAGE_BYTES if max_bytes is None else max_bytes
+    if size > limit:
+        raise EngineError(f"wire: a message of {size} bytes announced, at most {limit} allowed")
     payload = _read(sock, size, deadline)
     try:
         message = json.loads(payload)

@@ -1,0 +1,69 @@
+"""Commands and answers over one socket, one pair at a time, every wait bounded. Knows nothing of what they mean."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from megatron_rl.errors import EngineError
+from megatron_rl.rollout.wire import Message, recv_message, send_message
+
+STARTING = "starting"
+_LAST_TURN_S = 5.0
+
+
+class Channel:
+    """`explain(error, timeout_s, doing)` says what a lost or silent other end means; after it nothing is sent."""
+
+    def __init__(self, sock: socket.socket, explain: Callable[[EngineError, float, str], str]) -> None:
+        self._sock, self._explain = sock, explain
+        self._lock = threading.Lock()
+        self._broken: str | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        return self._broken is not None
+
+    def exchange(
+        self, message: Message, *, name: str, timeout_s: float, doing: str, turn_s: float | None = None
+    ) -> Message:
+        """The answer to `message`, whatever it says. `turn_s` (None: `timeout_s`) bounds the wait for earlier ones.
+
+        Raises EngineError, for ever after the other end was lost or did not answer in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        patience = timeout_s if turn_s is None else turn_s
+        if not self._lock.acquire(timeout=patience):
+            raise EngineError(f"{name}: still busy with another command after {patience:g} s ({doing})")
+        try:
+            if self._broken is not None:
+                raise EngineError(self._broken)
+            return self._round_trip(message, deadline=deadline, timeout_s=timeout_s, doing=doing)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Close our end; the other end is gone already, so that whoever still waits for it is about to notice."""
+        had_turn = self._lock.acquire(timeout=_LAST_TURN_S)
+        self._sock.close()
+        if had_turn:
+            self._lock.release()
+
+    def _round_trip(self, message: Message, *, deadline: float, timeout_s: float, doing: str) -> Message:
+        sent = False
+        try:
+            send_message(self._sock, message, timeout_s=max(0.0, deadline - time.monotonic()))
+            sent = True
+            return recv_message(self._sock, timeout_s=max(0.0, deadline - time.monotonic()))
+        except EngineError as error:
+            if not sent and type(error) is EngineError:
+                raise  # too large to send: not a byte left, so the next one may
+            self._broken = self._explain(error, timeout_s, doing)
+            raise EngineError(self._broken) from error
+
+
+def setting_behind(doing: str) -> str:
+    """The recipe key whose time ran out."""
+    return "engine.start_timeout_s" if doing == STARTING else "engine.request_timeout_s"

@@ -1,0 +1,136 @@
+"""Where each replica of an engine runs: a process of this machine, or one of `engine.hosts`."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megatron_rl.errors import EngineError
+from megatron_rl.platform.device import has_accelerator
+from megatron_rl.recipe.hosts import is_loopback, parse_host_port
+from megatron_rl.recipe.stages import EngineConfig
+from megatron_rl.rollout.devices import replica_devices
+from megatron_rl.rollout.engine_process import EngineProcess
+from megatron_rl.rollout.handshake import read_secret
+from megatron_rl.rollout.model_dir import describe_model
+from megatron_rl.rollout.remote_engine import EngineAddress, HostFacts, RemoteEngine, check_host
+from megatron_rl.rollout.wire import Message
+
+
+class Replica(Protocol):
+    """One engine, wherever it runs. Commands go one at a time; every wait is bounded."""
+
+    @property
+    def replica(self) -> int: ...
+
+    @property
+    def name(self) -> str:
+        """How messages call it: number, host if it is another, process id."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Leader of its process group, on its own machine."""
+        ...
+
+    @property
+    def node(self) -> str:
+        """Its machine, see devices.node_id."""
+        ...
+
+    @property
+    def devices(self) -> tuple[int, ...] | None:
+        """Positions among the GPUs that its machine shows; None without."""
+        ...
+
+    def start(self, message: Message, *, timeout_s: float) -> None: ...
+
+    def ask(self, cmd: str, *, timeout_s: float, **fields: Any) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+def open_replicas(config: EngineConfig, *, hf_path: str | Path, log_dir: str | Path) -> Iterator[Replica]:
+    """Each replica as its process comes up, in order; none is started yet. Whoever asks for them closes them.
+
+    Raises EngineError when GPUs are missing, and for engines on hosts what `check_hosts` raises.
+    """
+    logs = [Path(log_dir) / f"engine_{replica}.log" for replica in range(config.replicas)]
+    if not config.hosts:
+        devices = _devices(config.replicas, config.tp, torch.cuda.device_count() if has_accelerator() else 0)
+        for replica, log in enumerate(logs):
+            yield EngineProcess(replica, log, devices=devices[replica])
+        return
+    facts, addresses = check_hosts(config, hf_path=hf_path), _addresses(config)
+    run = {"run": uuid.uuid4().hex, "label": f"{socket.gethostname()}:{Path(log_dir).absolute()}"}
+    num_hosts = len(addresses)
+    # on each host they are counted from its first device
+    by_host = [
+        _devices(
+            len(range(i, config.replicas, num_hosts)), config.tp, facts[i].gpus, machine=str(addresses[i])
+        )
+        for i in range(num_hosts)
+    ]
+    for replica, log in enumerate(logs):
+        yield RemoteEngine(
+            replica,
+            addresses[replica % num_hosts],
+            devices=by_host[replica % num_hosts][replica // num_hosts],
+            run=run,
+            model=describe_model(hf_path),
+            note_path=log,
+        )
+
+
+def check_hosts(config: EngineConfig, *, hf_path: str | Path) -> list[HostFacts]:
+    """Ask every host of `config` whether it could run engines of the model; starts nothing there.
+
+    Raises one EngineError for all of them: not reachable, another secret, other versions, no such model there.
+    """
+    addresses, model = _addresses(config), describe_model(hf_path)
+    with ThreadPoolExecutor(max_workers=max(1, len(addresses))) as asking:
+        answers = [asking.submit(check_host, address, model) for address in addresses]
+    errors = [error for answer in answers if (error := answer.exception()) is not None]
+    unexpected = [error for error in errors if not isinstance(error, EngineError)]
+    if errors:
+        raise unexpected[0] if unexpected else EngineError("\n".join(map(str, errors)))
+    facts = [answer.result() for answer in answers]
+    for address, of_host in zip(addresses, facts, strict=True):
+        if bool(of_host.gpus) != has_accelerator():
+            raise EngineError(
+                f"{address} shows {of_host.gpus} GPUs, but this machine {'has' if has_accelerator() else 'has no'} "
+                f"GPU; engines and trainers have to run on machines of one kind"
+            )
+    return facts
+
+
+def meeting_host(host: str, replicas: Sequence[Replica]) -> str:
+    """Where workers of `replicas` reach this machine: `host`, or if that is a loopback address and a replica runs
+    on another machine, the address from which we reach the first such replica."""
+    if not is_loopback(host):
+        return host
+    ours = [replica.local_address for replica in replicas if isinstance(replica, RemoteEngine)]
+    return next((address for address in ours if not is_loopback(address)), host)
+
+
+def _addresses(config: EngineConfig) -> list[EngineAddress]:
+    secret = read_secret(config.secret_file) if config.secret_file is not None else None
+    return [
+        EngineAddress(key=f"engine.hosts.{i}", at=parse_host_port(text), secret=secret)
+        for i, text in enumerate(config.hosts)
+    ]
+
+
+def _devices(
+    replicas: int, tp: int, visible: int, *, machine: str = "this machine"
+) -> Sequence[tuple[int, ...] | None]:
+    """Of each replica the devices it may use, None where there is no accelerator."""
+    if not visible:
+        return [None] * replicas
+    return replica_devices(replicas=replicas, tp=tp, visible=visible, machine=machine)
