@@ -15,13 +15,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.model.attention import packed_seq_params
+from megatron_rl.model.hf_experts import table_name
 from megatron_rl.model.hf_tables import padded_vocab
 from megatron_rl.model.layers import build_block_spec, resolve_spec_kind
-from megatron_rl.model.spec import ModelSpec
+from megatron_rl.model.spec import ModelSpec, MoeSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
 
-__all__ = ["PolicyGPTModel", "build_model", "packed_seq_params", "unwrapped"]
+__all__ = ["PolicyGPTModel", "build_model", "packed_seq_params", "table_params", "unwrapped"]
 
 
 class PolicyGPTModel(GPTModel):
@@ -51,12 +52,20 @@ def build_model(
     """
     spec.check_layout(layout)
     kind = resolve_spec_kind(spec_kind, dtype=dtype)
-    config = transformer_config(spec, layout, dtype=dtype)
+    config = transformer_config(spec, layout, dtype=dtype, kind=kind)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     return [
         _build_chunk(spec, layout, config, kind=kind, pp_rank=pp_rank, chunk=chunk)
         for chunk in range(layout.vpp)
     ]
+
+
+def table_params(chunk: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters of one chunk, wrapped or not, under the names of `hf_tables`; live tensors, not copies.
+
+    Raises ModelError for experts whose layout the tables do not describe.
+    """
+    return {table_name(name): param.data for name, param in unwrapped(chunk).named_parameters()}
 
 
 def unwrapped(chunk: torch.nn.Module) -> Any:
@@ -72,7 +81,7 @@ def _build_chunk(
     num_layers = len(layout.chunk_layers(spec.num_layers, pp_rank=pp_rank, chunk=chunk))
     return PolicyGPTModel(
         config,
-        build_block_spec(kind, num_layers=num_layers, qk_norm=spec.qk_norm),
+        build_block_spec(kind, num_layers=num_layers, qk_norm=spec.qk_norm, moe=spec.moe is not None),
         vocab_size=padded_vocab(spec.vocab_size, layout.tp),
         max_sequence_length=spec.max_positions,
         pre_process=layout.has_embedding(pp_rank=pp_rank, chunk=chunk),
@@ -86,15 +95,15 @@ def _build_chunk(
     )
 
 
-def transformer_config(spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.dtype) -> TransformerConfig:
-    """megatron-core's settings for `spec` under `layout`."""
+def transformer_config(
+    spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.dtype, kind: str
+) -> TransformerConfig:
+    """megatron-core's settings for `spec` under `layout`, built from the modules of `kind`."""
     fused = device.has_accelerator()
     return TransformerConfig(
         **_architecture(spec),
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        sequence_parallel=layout.sp and layout.tp > 1,
+        **_placement(layout),
+        moe_grouped_gemm=spec.moe is not None and kind == "te",
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         pipeline_dtype=dtype,
@@ -122,6 +131,40 @@ def transformer_config(spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.
     )
 
 
+def _placement(layout: ParallelLayout) -> dict[str, Any]:
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": first,
+        # of two stages one says it all; given both, megatron-core divides by its zero stages between them
+        "num_layers_in_last_pipeline_stage": None if layout.pp == 2 and first is not None else last,
+        "sequence_parallel": layout.sp and layout.tp > 1,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+    }
+
+
+def _experts(moe: MoeSpec) -> dict[str, Any]:
+    """Routing as Hugging Face and vLLM do it: logits in the model's dtype, softmax in float32, no token dropped.
+
+    Since none is dropped, padding and neighbours in a pack change nothing for a token.
+    """
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.experts_per_token,
+        "moe_ffn_hidden_size": moe.expert_ffn_size,
+        # no layer has a dense MLP; a size of its own would make megatron-core copy its settings per layer
+        "ffn_hidden_size": moe.expert_ffn_size,
+        # a softmax over the chosen logits alone is the whole softmax scaled to sum to one over them
+        "moe_router_pre_softmax": not moe.normalise_top_k,
+        # the objective is the caller's loss and nothing else
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
 def _architecture(spec: ModelSpec) -> dict[str, Any]:
     return {
         "num_layers": spec.num_layers,
@@ -139,4 +182,5 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "activation_func": torch.nn.functional.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        **(_experts(spec.moe) if spec.moe is not None else {}),
     }

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from megatron_rl.errors import ModelError
-from megatron_rl.model.build import unwrapped
+from megatron_rl.model.build import table_params
 from megatron_rl.model.hf_files import (
     MAX_FILE_BYTES,
     HfCheckpoint,
@@ -80,11 +80,12 @@ def _param_view(param: Tensor, piece: Piece) -> Tensor:
 
 
 def _named_params(chunks: Sequence[nn.Module]) -> dict[tuple[int, str], Tensor]:
-    """(chunk, name) -> parameter, with DDP and mixed-precision wrappers taken off."""
-    params: dict[tuple[int, str], Tensor] = {}
-    for number, chunk in enumerate(chunks):
-        params.update({(number, name): param.data for name, param in unwrapped(chunk).named_parameters()})
-    return params
+    """(chunk, name in the tables) -> parameter, with DDP and mixed-precision wrappers taken off."""
+    return {
+        (number, name): param
+        for number, chunk in enumerate(chunks)
+        for name, param in table_params(chunk).items()
+    }
 
 
 def _real_rows(spec: ModelSpec, tp: int, tp_rank: int) -> int:

@@ -2,7 +2,8 @@
 
 `hf_tensors` lists what a checkpoint of the family holds. `source_pieces` says which intervals of those
 tensors one Megatron rank holds, and where in its parameters they stand. Import, export and the reshard plan
-all read these two functions; no other place in the project knows a fused or padded layout. Pure Python.
+all read these two functions; no other place in the project knows a fused or padded layout. `hf_experts` holds
+the part of mixture-of-experts models. Pure Python.
 
 Layout facts (megatron-core 0.16.1): `linear_qkv` rows run, per kv group, its q heads, then k, then v, and
 tensor parallelism cuts them by raw rows; `linear_fc1` holds [gate rows of this rank; up rows of this rank];
@@ -13,10 +14,24 @@ last stage holds a second copy of the embedding as its head.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from megatron_rl.model.hf_experts import expert_pieces, expert_tensors, mlp_pieces
+from megatron_rl.model.pieces import Piece, whole
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
+
+__all__ = [
+    "EMBEDDING",
+    "EMBEDDING_PARAM",
+    "FINAL_NORM",
+    "HEAD",
+    "HEAD_PARAM",
+    "VOCAB_MULTIPLE",
+    "Piece",
+    "hf_tensors",
+    "padded_vocab",
+    "source_pieces",
+]
 
 VOCAB_MULTIPLE = 16  # rows of a tp shard of the embedding are a multiple of this
 
@@ -26,24 +41,6 @@ FINAL_NORM = "model.norm.weight"
 
 EMBEDDING_PARAM = "embedding.word_embeddings.weight"
 HEAD_PARAM = "output_layer.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """An interval of one HF tensor held by one parameter of one rank.
-
-    Elements `hf_start : hf_start + length` along `hf_dim` of the HF tensor are elements
-    `param_start : param_start + length` along `param_dim` of the parameter. `hf_dim` None: the whole tensor.
-    """
-
-    hf_name: str
-    hf_dim: int | None
-    hf_start: int
-    length: int
-    chunk: int  # model chunk of this rank (0 without vpp)
-    param: str  # parameter name inside the chunk
-    param_dim: int | None
-    param_start: int
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
@@ -69,6 +66,9 @@ def hf_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             table[layer + "self_attn.k_norm.weight"] = (head_dim,)
         table[layer + "self_attn.o_proj.weight"] = (hidden, q_rows)
         table[layer + "post_attention_layernorm.weight"] = (hidden,)
+        if spec.moe is not None:
+            table.update(expert_tensors(spec, layer))
+            continue
         table[layer + "mlp.gate_proj.weight"] = (spec.ffn_size, hidden)
         table[layer + "mlp.up_proj.weight"] = (spec.ffn_size, hidden)
         table[layer + "mlp.down_proj.weight"] = (hidden, spec.ffn_size)
@@ -87,19 +87,21 @@ def source_pieces(spec: ModelSpec, layout: ParallelLayout, *, rank: int) -> list
             pieces += _vocab_rows(spec, layout.tp, tp_rank, chunk, EMBEDDING, EMBEDDING_PARAM)
         layers = layout.chunk_layers(spec.num_layers, pp_rank=pp_rank, chunk=chunk)
         for local, layer in enumerate(layers):
-            pieces += _layer_pieces(spec, layout.tp, tp_rank, chunk, layer, f"decoder.layers.{local}.")
+            hf, prefix = f"model.layers.{layer}.", f"decoder.layers.{local}."
+            pieces += _attention_pieces(spec, layout.tp, tp_rank, chunk, hf, prefix)
+            if spec.moe is not None:
+                pieces += expert_pieces(spec, layout, rank=rank, chunk=chunk, hf=hf, local=prefix)
+            else:
+                ffn = spec.ffn_size // layout.tp
+                pieces += mlp_pieces(hf + "mlp.", prefix + "mlp.", chunk=chunk, ffn=ffn, tp_rank=tp_rank)
         if layout.has_head(pp_rank=pp_rank, chunk=chunk):
-            pieces.append(_whole(FINAL_NORM, chunk, "decoder.final_layernorm.weight"))
+            pieces.append(whole(FINAL_NORM, chunk, "decoder.final_layernorm.weight"))
             # a tied model on one stage has no head parameter: the embedding serves both ends
             if not spec.tied:
                 pieces += _vocab_rows(spec, layout.tp, tp_rank, chunk, HEAD, HEAD_PARAM)
             elif layout.pp > 1:
                 pieces += _vocab_rows(spec, layout.tp, tp_rank, chunk, EMBEDDING, HEAD_PARAM)
     return pieces
-
-
-def _whole(hf_name: str, chunk: int, param: str) -> Piece:
-    return Piece(hf_name, None, 0, 0, chunk, param, None, 0)
 
 
 def _vocab_rows(
@@ -111,15 +113,15 @@ def _vocab_rows(
         yield Piece(hf_name, 0, start, end - start, chunk, param, 0, 0)
 
 
-def _layer_pieces(
-    spec: ModelSpec, tp: int, tp_rank: int, chunk: int, layer: int, local: str
+def _attention_pieces(
+    spec: ModelSpec, tp: int, tp_rank: int, chunk: int, hf: str, local: str
 ) -> Iterator[Piece]:
-    hf = f"model.layers.{layer}."
-    yield _whole(hf + "input_layernorm.weight", chunk, local + "input_layernorm.weight")
-    yield _whole(hf + "post_attention_layernorm.weight", chunk, local + "pre_mlp_layernorm.weight")
+    """Attention and the two norms of one layer."""
+    yield whole(hf + "input_layernorm.weight", chunk, local + "input_layernorm.weight")
+    yield whole(hf + "post_attention_layernorm.weight", chunk, local + "pre_mlp_layernorm.weight")
     if spec.qk_norm:
-        yield _whole(hf + "self_attn.q_norm.weight", chunk, local + "self_attention.q_layernorm.weight")
-        yield _whole(hf + "self_attn.k_norm.weight", chunk, local + "self_attention.k_layernorm.weight")
+        yield whole(hf + "self_attn.q_norm.weight", chunk, local + "self_attention.q_layernorm.weight")
+        yield whole(hf + "self_attn.k_norm.weight", chunk, local + "self_attention.k_layernorm.weight")
     for suffix in ("weight", "bias") if spec.qkv_bias else ("weight",):
         for name, start, length, row in _qkv_rows(spec, tp, tp_rank):
             yield Piece(
@@ -140,28 +142,6 @@ def _layer_pieces(
         columns,
         chunk,
         local + "self_attention.linear_proj.weight",
-        1,
-        0,
-    )
-    ffn = spec.ffn_size // tp
-    for position, name in enumerate(("gate", "up")):
-        yield Piece(
-            hf + f"mlp.{name}_proj.weight",
-            0,
-            tp_rank * ffn,
-            ffn,
-            chunk,
-            local + "mlp.linear_fc1.weight",
-            0,
-            position * ffn,
-        )
-    yield Piece(
-        hf + "mlp.down_proj.weight",
-        1,
-        tp_rank * ffn,
-        ffn,
-        chunk,
-        local + "mlp.linear_fc2.weight",
         1,
         0,
     )

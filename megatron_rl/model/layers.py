@@ -1,7 +1,9 @@
 """Our norm, and the two layer specs: megatron-core's own modules (`local`) or TransformerEngine's (`te`).
 
 Both specs keep the norms apart from the linear layers that follow them, so a model has the same parameter
-names under either, and checkpoints, import, export and resharding need one set of tables.
+names under either, and checkpoints, import, export and resharding need one set of tables. The one exception,
+the names of experts, is translated in `hf_experts.table_name`: `local` computes them one after the other, `te` all
+of a rank in one grouped product.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -68,24 +72,41 @@ def resolve_spec_kind(kind: str, *, dtype: torch.dtype) -> str:
     return kind
 
 
-def build_block_spec(kind: str, *, num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
+def build_block_spec(kind: str, *, num_layers: int, qk_norm: bool, moe: bool) -> TransformerBlockSubmodules:
     """`num_layers` decoder layers and the final norm, from the modules of `kind` (`local` or `te`)."""
     if kind == "te":
         from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelGroupedLinear,
             TEColumnParallelLinear,
             TEDotProductAttention,
             TENorm,
+            TERowParallelGroupedLinear,
             TERowParallelLinear,
         )
+        from megatron.core.transformer.moe.experts import TEGroupedMLP
 
         modules = (TENorm, TEColumnParallelLinear, TEDotProductAttention, TERowParallelLinear)
+        experts = _mlp_spec(TEGroupedMLP, TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
     else:
         modules = (RMSNorm, ColumnParallelLinear, PackedCausalAttention, RowParallelLinear)
-    layer = _layer_spec(*modules, qk_norm=qk_norm)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=modules[0])
+        experts = _mlp_spec(SequentialMLP, ColumnParallelLinear, RowParallelLinear)
+    norm, column, attention, row = modules
+    mlp = (
+        ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+        if moe
+        else _mlp_spec(MLP, column, row)
+    )
+    layer = _layer_spec(norm, column, attention, row, mlp=mlp, qk_norm=qk_norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
-def _layer_spec(norm: type, column: type, attention: type, row: type, *, qk_norm: bool) -> ModuleSpec:
+def _mlp_spec(module: type, column: type, row: type) -> ModuleSpec:
+    return ModuleSpec(module=module, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+
+
+def _layer_spec(
+    norm: type, column: type, attention: type, row: type, *, mlp: ModuleSpec, qk_norm: bool
+) -> ModuleSpec:
     head_norm = norm if qk_norm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
@@ -104,7 +125,7 @@ def _layer_spec(norm: type, column: type, attention: type, row: type, *, qk_norm
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

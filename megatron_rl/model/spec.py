@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import LayoutError, ModelError
+from megatron_rl.model.splits import split_problems
 from megatron_rl.parallel.layout import ParallelLayout
 
-FAMILIES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
+FAMILIES = {
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "LlamaForCausalLM": "llama",
+}
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -74,42 +80,8 @@ class ModelSpec:
 
     def check_layout(self, layout: ParallelLayout) -> None:
         """Raise LayoutError, naming the nearest degrees that work, when `layout` cannot split this model."""
-        for what, size in (("attention heads", self.num_heads), ("ffn_size", self.ffn_size)):
-            if size % layout.tp:
-                raise LayoutError(
-                    f"layout.tp: got {layout.tp}, which does not divide the model's {size} {what}; "
-                    f"use {_nearest_divisors(size, layout.tp)}"
-                )
-        if self.num_kv_heads % layout.tp and layout.tp % self.num_kv_heads:
-            allowed = _nearest(layout.tp, [n for n in _divisors(self.num_heads) if self._kv_splits(n)])
-            raise LayoutError(
-                f"layout.tp: got {layout.tp}, but the model's {self.num_kv_heads} kv heads must divide it or "
-                f"be divided by it; use {allowed}"
-            )
-        stages = layout.pp * layout.vpp
-        if self.num_layers % stages:
-            raise LayoutError(
-                f"layout.pp: got pp*vpp = {layout.pp}*{layout.vpp} = {stages}, which does not divide the "
-                f"model's {self.num_layers} layers; make pp*vpp {_nearest_divisors(self.num_layers, stages)}"
-            )
-
-    def _kv_splits(self, tp: int) -> bool:
-        return self.ffn_size % tp == 0 and (self.num_kv_heads % tp == 0 or tp % self.num_kv_heads == 0)
-
-
-def _divisors(size: int) -> list[int]:
-    return [n for n in range(1, size + 1) if size % n == 0]
-
-
-def _nearest_divisors(size: int, degree: int) -> str:
-    return _nearest(degree, _divisors(size))
-
-
-def _nearest(degree: int, allowed: list[int]) -> str:
-    """The allowed degrees on both sides of `degree`, as text."""
-    below = [n for n in allowed if n < degree][-1:]
-    above = [n for n in allowed if n > degree][:1]
-    return " or ".join(str(n) for n in below + above)
+        for problem in split_problems(self, layout):
+            raise LayoutError(problem)
 
 
 class _ConfigReader:
@@ -130,6 +102,7 @@ class _ConfigReader:
     def spec(self) -> ModelSpec:
         family = self._family()
         self._refuse_unsupported(family)
+        moe = self._moe() if family == "qwen3_moe" else None
         hidden, heads = self._integer("hidden_size"), self._integer("num_attention_heads")
         kv_heads = self._integer("num_key_value_heads", default=heads)
         if heads % kv_heads:
@@ -144,7 +117,7 @@ class _ConfigReader:
             ffn_size=self._integer("intermediate_size"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            # Qwen3 fixes it at 128 whatever the hidden size; the others derive it
+            # dense Qwen3 fixes it at 128 whatever the hidden size; the others derive it
             head_dim=self._integer("head_dim", default=128 if family == "qwen3" else hidden // heads),
             vocab_size=self._integer("vocab_size"),
             max_positions=self._integer("max_position_embeddings"),
@@ -152,8 +125,9 @@ class _ConfigReader:
             norm_eps=self._positive(self.config, "rms_norm_eps", default=1e-6),
             tied=self._switch("tie_word_embeddings"),
             qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             rope_scaling=scaling,
+            moe=moe,
         )
 
     def _family(self) -> str:
@@ -182,15 +156,41 @@ class _ConfigReader:
         if rotated not in (None, 1.0):
             raise self._error("partial_rotary_factor", rotated, "1.0")
 
+    def _moe(self) -> MoeSpec:
+        step = self._integer("decoder_sparse_step", default=1)
+        if step != 1:
+            raise self._error("decoder_sparse_step", step, "1: experts in every layer")
+        if self.config.get("mlp_only_layers"):
+            raise self._error("mlp_only_layers", self.config["mlp_only_layers"], "[]: experts in every layer")
+        # transformers 5 has the second name
+        key = "num_experts" if self.config.get("num_experts") is not None else "num_local_experts"
+        experts, chosen = self._integer(key), self._integer("num_experts_per_tok")
+        normalise = self._switch("norm_topk_prob")
+        if chosen > experts:
+            raise self._error("num_experts_per_tok", chosen, f"at most {key} = {experts}")
+        if chosen == 1 and normalise:
+            allowed = "at least 2 with norm_topk_prob: the weight of a lone expert is always 1, so no router learns"
+            raise self._error("num_experts_per_tok", chosen, allowed)
+        return MoeSpec(
+            num_experts=experts,
+            experts_per_token=chosen,
+            expert_ffn_size=self._integer("moe_intermediate_size"),
+            normalise_top_k=normalise,
+        )
+
     def _rope(self) -> tuple[float, RopeScaling | None]:
         """Base and scaling: transformers 5 has `rope_parameters`, 4 has `rope_theta` and `rope_scaling`."""
         key = "rope_parameters" if self.config.get("rope_parameters") else "rope_scaling"
+        if key == "rope_parameters" and self.config.get("rope_scaling"):
+            raise self._error("rope_scaling", self.config["rope_scaling"], "absent beside rope_parameters")
         rope = self.config.get(key) or {}
         if not isinstance(rope, dict):
             raise self._error(key, rope, "an object or null")
         holder = rope if "rope_theta" in rope else self.config
         prefix = f"{key}." if holder is rope else ""
         theta = self._positive(holder, "rope_theta", prefix=prefix, default=10000.0)
+        if (other := self.config.get("rope_theta")) not in (None, theta):
+            raise self._error("rope_theta", other, f"{theta:g} as in {key}, or absent")
         partial = rope.get("partial_rotary_factor", 1.0)
         if partial not in (None, 1.0):
             raise self._error(f"{key}.partial_rotary_factor", partial, "1.0")

@@ -76,6 +76,8 @@ def build_model_groups(layout: ParallelLayout, *, timeout_s: float, seed: int = 
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -94,6 +96,13 @@ def assert_ranks_agree(layout: ParallelLayout) -> None:
     rank = dist.get_rank()
     ours = layout.coord(rank)
     assert ours == theirs, f"(tp, dp, pp) of rank {rank}: {ours} by layout, {theirs} by megatron-core"
+    theirs = (
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_data_parallel_rank(),
+    )
+    ours = layout.expert_coord(rank)
+    assert ours == theirs, f"(etp, ep, replica) of rank {rank}: {ours} by layout, {theirs} by megatron-core"
 
 
 def destroy_model_groups() -> None:

@@ -3,7 +3,8 @@
 The source side is `model.hf_tables.source_pieces`; both speak HF coordinates, so fused, interleaved and
 padded layouts are only interval lists. Rules as of vLLM 0.32: its loaders narrow every tensor by the worker's
 rank, kv heads are replicated when there are fewer than workers, vocabulary rows are padded before they are
-split.
+split. Of a mixture-of-experts model a worker reads its columns of every expert (engines run with tensor
+parallelism alone, without vLLM's expert parallelism) and the whole router.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ Need = tuple[int | None, int, int]  # (dim, start, length); dim None: the whole 
 def check_target(spec: ModelSpec, *, tp: int) -> None:
     """Raises LayoutError when an engine of `tp` workers cannot hold the model."""
     padded = -(-spec.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
-    for name, size in (
-        ("attention heads", spec.num_heads),
-        ("ffn columns", spec.ffn_size),
-        ("padded vocabulary rows", padded),
-    ):
+    ffn = (
+        ("ffn columns", spec.ffn_size)
+        if spec.moe is None
+        else ("columns of an expert", spec.moe.expert_ffn_size)
+    )
+    for name, size in (("attention heads", spec.num_heads), ffn, ("padded vocabulary rows", padded)):
         if size % tp:
             raise LayoutError(
                 f"engine.tp: got {tp}, which does not divide the model's {size} {name}; lower engine.tp"
             )
+    if spec.moe is not None and tp > spec.moe.num_experts:
+        raise LayoutError(
+            f"engine.tp: got {tp}, but vLLM wants no more workers than the model's {spec.moe.num_experts} experts; "
+            "lower engine.tp"
+        )
     kv = spec.num_kv_heads
     if kv % tp and tp % kv:
         raise LayoutError(
@@ -59,4 +66,4 @@ def _need(spec: ModelSpec, name: str, shape: tuple[int, ...], *, tp: int, rank: 
     if module in ("o_proj", "down_proj"):
         columns = shape[1] // tp
         return 1, rank * columns, columns
-    return None, 0, 0  # norms are replicated
+    return None, 0, 0  # norms and routers are replicated

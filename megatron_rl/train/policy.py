@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_rl.algo.losses import LossOutput
 from megatron_rl.algo.metric import Metric
 from megatron_rl.data.types import PackedBatch
-from megatron_rl.model.build import PolicyGPTModel, build_model, packed_seq_params
+from megatron_rl.model.build import PolicyGPTModel, build_model, packed_seq_params, table_params
 from megatron_rl.model.hf_io import load_hf, save_hf
 from megatron_rl.model.hf_tables import padded_vocab
 from megatron_rl.model.spec import ModelSpec
@@ -80,8 +80,8 @@ class Policy:
         return self._optimizer
 
     def named_params(self) -> list[dict[str, Tensor]]:
-        """Parameters of each model chunk by megatron-core name; live tensors, not copies."""
-        return [{name: param.data for name, param in chunk.named_parameters()} for chunk in self.chunks]
+        """Parameters of each model chunk under the names of the tables; live tensors, not copies."""
+        return [table_params(chunk) for chunk in self.chunks]
 
     def forward_backward(
         self, batches: Sequence[PackedBatch], loss_fn: LossFunction, *, temperature: float = 1.0
@@ -111,21 +111,35 @@ class Policy:
         Positions that are not trained on hold a value too; callers mask.
         """
         outputs = self._run_schedule(batches, partial(self._collect, temperature), forward_only=True)
+        total = sum(batch.num_tokens for batch in batches)
+        flat = self._from_last_stage(torch.cat(outputs) if outputs else None, shape=(total,))
+        return list(flat.split([batch.num_tokens for batch in batches]))
+
+    @torch.no_grad()
+    def logprob_rows(
+        self, batches: Sequence[PackedBatch], positions: Sequence[int], *, temperature: float = 1.0
+    ) -> Tensor:
+        """Log-probs [N, V] float32 of every token at `positions` of the first micro-batch, on every pipeline rank.
+
+        Whole rows of the vocabulary: for a few positions only.
+        """
+        outputs = self._run_schedule(
+            batches, partial(self._collect_rows, temperature, positions), forward_only=True
+        )
+        shape = (len(positions), self.spec.vocab_size)
+        return self._from_last_stage(outputs[0] if outputs else None, shape=shape)
+
+    def _from_last_stage(self, values: Tensor | None, *, shape: tuple[int, ...]) -> Tensor:
+        """What the last pipeline stage has, float32 of `shape`, on every stage."""
+        if values is None:
+            values = torch.empty(shape, dtype=torch.float32, device=self._device)
         if self.layout.pp > 1:
-            flat = (
-                torch.cat(outputs)
-                if outputs
-                else torch.empty(
-                    sum(batch.num_tokens for batch in batches), dtype=torch.float32, device=self._device
-                )
-            )
             torch.distributed.broadcast(
-                flat,
+                values,
                 src=parallel_state.get_pipeline_model_parallel_last_rank(),
                 group=parallel_state.get_pipeline_model_parallel_group(),
             )
-            outputs = list(flat.split([batch.num_tokens for batch in batches]))
-        return outputs
+        return values
 
     def save_hf(self, out_dir: str, *, hf_source: str) -> None:
         """Write the weights as a Hugging Face directory; collective over all ranks."""
@@ -183,6 +197,26 @@ class Policy:
         self, temperature: float, batch: PackedBatch, hidden: Tensor, *, non_loss_data: bool
     ) -> Tensor:
         return self._token_logprobs(hidden, batch, temperature)[0]
+
+    def _collect_rows(
+        self,
+        temperature: float,
+        positions: Sequence[int],
+        batch: PackedBatch,
+        hidden: Tensor,
+        *,
+        non_loss_data: bool,
+    ) -> Tensor:
+        if self.layout.sp:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        chosen = hidden.squeeze(1)[list(positions)].float()
+        logits = chosen @ self.chunks[-1].head_weight().float().T / temperature  # [N, V_padded / tp]
+        if self.layout.tp > 1:
+            shards = [torch.empty_like(logits) for _ in range(self.layout.tp)]
+            group = parallel_state.get_tensor_model_parallel_group()
+            torch.distributed.all_gather(shards, logits, group=group)
+            logits = torch.cat(shards, dim=1)
+        return logits[:, : self.spec.vocab_size].log_softmax(1)
 
 
 def _forward_step(
