@@ -35,8 +35,8 @@ class WeightSync:
     """Sends the policy's weights to the engines, by the plan of `spec`, `layout` and `config`.
 
     `params` returns the live parameters of this rank, one mapping per model chunk. `engine` is given on rank
-    0 only. `host` is rank 0's address as workers and other trainer ranks reach it; on `LOOPBACK` only those
-    of its own machine do. `dtype` is the engine's; values are cast before they travel. `canary` fills what a
+    0 only. `host` is rank 0's address as other trainer ranks reach it, and workers unless it is a loopback address
+    (see `replicas.meeting_host`). `dtype` is the engine's; values are cast before they travel. `canary` fills what a
     worker must not read with NaN, at the cost of writing it. `trainers` is the group of trainer ranks to agree in
     (None: the default one); its time-out must exceed what rank 0 waits for its engines.
     """
@@ -111,25 +111,26 @@ class WeightSync:
     def _connect(self) -> None:
         """Open the group: rank 0 listens and tells the others where, then ranks and workers join."""
         store = None
-        where: list[Any] = [None, None]  # port, or why there is none
+        where: list[Any] = [None, None, None]  # host and port, or why there is none
         if self._rank == 0:
+            host = self._engine.meeting_host(self._host) if self._engine else self._host
             try:
-                store = open_store(self._host, self._port, timeout_s=self._timeout_s)
-                where = [store.port, None]
+                store = open_store(host, self._port, timeout_s=self._timeout_s)
+                where = [host, store.port, None]
             except ReshardError as error:
-                where = [None, str(error)]
-        port, failure = broadcast_object(where, src=0, group=self._trainers)
+                where = [None, None, str(error)]
+        host, port, failure = broadcast_object(where, src=0, group=self._trainers)
         if failure is not None:
             raise ReshardError(failure)
         joined = None
         if self._engine:
             joined = self._engine.begin_join(
-                self.plan, host=self._host, port=port, timeout_s=self._timeout_s, canary=self._canary
+                self.plan, host=host, port=port, timeout_s=self._timeout_s, canary=self._canary
             )
         errors = []
         try:
             self._group = make_group(
-                self._host,
+                host,
                 port,
                 self._rank,
                 self.plan.source.world_size + self.plan.num_workers,
