@@ -117,6 +117,8 @@ def _file_problems(recipe: Recipe) -> Iterator[Problem]:
             sets = stage.eval.sets if stage.eval is not None else {}
             files = {f"stages.{i}.prompts": stage.prompts}
             files |= {f"stages.{i}.eval.sets.{name}": path for name, path in sets.items()}
+            if stage.engine.secret_file is not None:
+                files[f"stages.{i}.engine.secret_file"] = stage.engine.secret_file
         for dotted, file in files.items():
             if not Path(file).is_file():
                 yield _missing(dotted, Path(file), "file")

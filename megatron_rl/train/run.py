@@ -19,6 +19,7 @@ from megatron_rl.platform import device
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import SftStage
+from megatron_rl.rollout.replicas import check_hosts
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.launcher import RankEnvironment, free_port, rank_environment
 from megatron_rl.train.policy import Policy
@@ -89,6 +90,9 @@ def _load_data(index: int, run: RunContext) -> SftData | RlData | None:
         return sft
     if not run.is_driver:
         return None
+    if stage.engine.hosts:
+        # a host that cannot be used must not cost the stages before either
+        check_hosts(stage.engine, hf_path=run.recipe.model.hf_path)
     rl = load_rl_data(stage, run.tokenizer, run_seed=seed, stage_index=index)
     run.reporter.say(f"{stage_label(run.recipe.stages, index)}: {rl.summary()}")
     return rl
