@@ -47,6 +47,7 @@ class Channel:
     def close(self) -> None:
         """Close our end; the other end is gone already, so that whoever still waits for it is about to notice."""
         had_turn = self._lock.acquire(timeout=_LAST_TURN_S)
+        self._broken = self._broken or "engine: it was closed"
         self._sock.close()
         if had_turn:
             self._lock.release()

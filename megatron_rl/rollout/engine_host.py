@@ -45,15 +45,10 @@ def run_engine_host(address: HostPort, *, secret_file: Path | None, log_dir: Pat
     stop = threading.Event()
     with listen(address, has_secret=secret is not None) as listener:
         host = EngineHost(listener, secret=secret, log_dir=log_dir, gpus=_num_gpus(), say=_say)
-        before = {
-            number: signal.signal(number, lambda *_: stop.set())
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
-        try:
-            host.serve(stop)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # for good: this process ends with it, and a second one must not break into the end
+            signal.signal(number, lambda *_: stop.set())
+        host.serve(stop)
     _say("stopped")
 
 
