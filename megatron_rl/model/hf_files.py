@@ -1,92 +1,137 @@
-"""A Hugging Face checkpoint directory on disk: find and check its tensors, write a new one."""
+"""The tensors of a Hugging Face checkpoint directory on disk: find, check and read them."""
 
 from __future__ import annotations
 
 import json
-import math
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.errors import ModelError
 from megatron_rl.model.hf_tables import EMBEDDING, HEAD, hf_tensors
+from megatron_rl.model.safetensors_file import read_header
 from megatron_rl.model.spec import ModelSpec
+from megatron_rl.model.tensor_files import Stored, TensorFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_FILE_BYTES = 5 * 1000**3
-_COPIED_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _SHOWN = 8  # tensor names an error lists before it counts the rest
 
 
 class HfCheckpoint:
-    """The tensors of one HF directory, opened lazily; reads slices, never whole files."""
+    """The tensors of one HF directory; reads slices, never whole files."""
 
-    def __init__(self, hf_path: Path, files: Mapping[str, Any]) -> None:
+    def __init__(self, hf_path: Path, tensors: Mapping[str, tuple[TensorFile, Stored]]) -> None:
         self.hf_path = hf_path
-        self._files = files  # tensor name -> open safetensors file
+        self._tensors = tensors
 
     def names(self) -> set[str]:
-        return set(self._files)
+        return set(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return self._tensors[name][1].shape
 
-    def read(self, name: str, *, dim: int | None, start: int = 0, length: int = 0) -> Tensor:
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name][1].dtype
+
+    def read(self, name: str, *, dim: int | None = None, start: int = 0, length: int = 0) -> Tensor:
         """The whole tensor (`dim` None), or elements `start : start + length` along `dim`."""
-        if dim is None:
-            return self._files[name].get_tensor(name)
-        index = (slice(None),) * dim + (slice(start, start + length),)
-        return self._files[name].get_slice(name)[index]
+        shape = list(self.shape(name))
+        if dim is not None:
+            shape[dim] = length
+        out = torch.empty(shape, dtype=self.dtype(name))
+        self.read_into(name, out, dim=dim, start=start)
+        return out
+
+    def read_into(self, name: str, out: Tensor, *, dim: int | None = None, start: int = 0) -> None:
+        """As `read`, into `out`, whose shape says how much; values are cast to its dtype."""
+        file, stored = self._tensors[name]
+        starts = [0] * len(stored.shape)
+        if dim is not None:
+            starts[dim] = start
+        try:
+            file.read_into(stored, out, starts=starts)
+        except (OSError, EOFError) as error:
+            raise ModelError(f"{file.path}: {name}: cannot be read: {error}") from None
 
 
 @contextmanager
 def open_checkpoint(hf_path: str | Path) -> Iterator[HfCheckpoint]:
-    """Open every safetensors file of a directory; ModelError for files that are absent or unreadable."""
+    """Open the safetensors files of a directory.
+
+    Raises ModelError for files that are absent or not whole, and where the index and the files disagree.
+    """
     hf_path = Path(hf_path)
-    paths = _tensor_files(hf_path)
+    index = _read_index(hf_path)
+    paths = [hf_path / SINGLE_FILE] if index is None else sorted({hf_path / file for file in index.values()})
     absent = [path.name for path in paths if not path.is_file()]
     if absent:
         raise ModelError(
-            f"{hf_path}: {INDEX_FILE} names {_list(absent)}, not there; download the missing files again"
+            f"{hf_path}: {INDEX_FILE} names {listed(absent)}, not there; download the missing files again"
         )
+    headers = {path: read_header(path) for path in paths}
+    if index is not None:
+        _check_index(hf_path, index, headers)
     with ExitStack() as stack:
-        files: dict[str, Any] = {}
-        for path in paths:
-            try:
-                opened = stack.enter_context(safe_open(str(path), framework="pt"))
-            except (SafetensorError, OSError) as error:
-                reason = f"not a complete safetensors file: {error}; download it again"
-                raise ModelError(f"{path}: {reason}") from None
-            names: list[str] = opened.keys()
-            for name in names:
-                if name in files:
-                    raise ModelError(f"{path}: {name}: stands in a second file of {hf_path} too")
-                files[name] = opened
-        yield HfCheckpoint(hf_path, files)
+        tensors: dict[str, tuple[TensorFile, Stored]] = {}
+        for path, header in headers.items():
+            file = stack.enter_context(TensorFile(path))
+            tensors.update({name: (file, stored) for name, stored in header.items()})
+        yield HfCheckpoint(hf_path, tensors)
 
 
-def _tensor_files(hf_path: Path) -> list[Path]:
-    index = hf_path / INDEX_FILE
-    if not index.is_file():
-        single = hf_path / SINGLE_FILE
+def _read_index(hf_path: Path) -> dict[str, str] | None:
+    """File of each tensor; None for a checkpoint of one file."""
+    path, single = hf_path / INDEX_FILE, hf_path / SINGLE_FILE
+    if not path.is_file():
         if not single.is_file():
             raise ModelError(
                 f"{hf_path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; pickled weights are not read"
             )
-        return [single]
+        return None
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return [hf_path / name for name in sorted(set(weight_map.values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: not an index of safetensors files: {error!r}") from None
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        index = {str(name): _file_name(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path}: not an index of safetensors files: {error!r}") from None
+    if single.is_file() and SINGLE_FILE not in index.values():
+        # transformers would read the one, vLLM the other
+        raise ModelError(
+            f"{hf_path}: {SINGLE_FILE} is there as well as {INDEX_FILE}, which does not name it; remove the one that "
+            "is not meant"
+        )
+    return index
+
+
+def _file_name(file: object) -> str:
+    if not isinstance(file, str) or Path(file).name != file:
+        raise ValueError(f"{file!r} is not the name of a file in this directory")
+    return file
+
+
+def _check_index(hf_path: Path, index: Mapping[str, str], headers: Mapping[Path, Iterable[str]]) -> None:
+    """Raise one ModelError naming every tensor that is not where the index says, or not in the index."""
+    found: dict[str, list[str]] = {}
+    for path, names in headers.items():
+        for name in names:
+            found.setdefault(name, []).append(path.name)
+    groups = {
+        "in two files": [name for name, files in found.items() if len(files) > 1],
+        "in no file": [name for name in index if name not in found],
+        "in another file than the index says": [
+            name for name, file in index.items() if name in found and file not in found[name]
+        ],
+        "not in the index": [name for name in found if name not in index],
+    }
+    complaints = [f"{what}: {listed(sorted(names))}" for what, names in groups.items() if names]
+    if complaints:
+        raise ModelError(
+            f"{hf_path / INDEX_FILE}: does not fit the files ({'; '.join(complaints)}); files of different downloads "
+            "were mixed, or the index was written by hand: download all of them again"
+        )
 
 
 def check_tensors(checkpoint: HfCheckpoint, spec: ModelSpec) -> None:
@@ -95,16 +140,16 @@ def check_tensors(checkpoint: HfCheckpoint, spec: ModelSpec) -> None:
     complaints = []
     missing = [name for name in wanted if name not in found]
     if missing:
-        complaints.append(f"missing: {_list(missing)}")
+        complaints.append(f"missing: {listed(missing)}")
     unexpected = sorted(name for name in found if name not in wanted and not _is_harmless(name, spec))
     if unexpected:
-        complaints.append(f"unexpected: {_list(unexpected)}")
+        complaints.append(f"unexpected: {listed(unexpected)}")
     shapes = {name: (checkpoint.shape(name), shape) for name, shape in wanted.items() if name in found}
     wrong = [
         f"{name} {list(got)}, must be {list(shape)}" for name, (got, shape) in shapes.items() if got != shape
     ]
     if wrong:
-        complaints.append(f"wrong shape: {_list(wrong)}")
+        complaints.append(f"wrong shape: {listed(wrong)}")
     if complaints:
         raise ModelError(
             f"{checkpoint.hf_path}: the tensors do not fit its config.json ({'; '.join(complaints)}); "
@@ -131,85 +176,7 @@ def check_redundant_head(checkpoint: HfCheckpoint, *, start: int, length: int) -
     )
 
 
-def _list(items: list[str]) -> str:
+def listed(items: list[str]) -> str:
+    """The first few names of an error, and how many more there are."""
     shown = ", ".join(items[:_SHOWN])
     return shown if len(items) <= _SHOWN else f"{shown} and {len(items) - _SHOWN} more"
-
-
-class HfWriter:
-    """Writes a checkpoint into a hidden directory beside `out_dir` and renames it when it is complete."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        hf_source: Path,
-        out_dir: Path,
-        dtype: torch.dtype,
-        max_file_bytes: int = MAX_FILE_BYTES,
-    ) -> None:
-        """Raises ModelError when `out_dir` exists and holds anything."""
-        if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-            raise ModelError(f"{out_dir}: exists already; choose another directory or remove it")
-        self.out_dir, self.dtype = out_dir, dtype
-        self.partial = out_dir.parent / f".{out_dir.name}.partial"
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
-        try:
-            _copy_side_files(hf_source, self.partial, dtype)
-        except BaseException:
-            self.discard()
-            raise
-        self._file_of = _plan_files(spec, dtype, max_file_bytes)
-        self._left = {file: list(self._file_of.values()).count(file) for file in self._file_of.values()}
-        self._pending: dict[str, Tensor] = {}
-        self._bytes = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take one whole HF tensor; names come in the order of `hf_tensors`, each once."""
-        self._pending[name] = tensor.to(self.dtype).contiguous()
-        self._bytes += self._pending[name].nbytes
-        file = self._file_of[name]
-        self._left[file] -= 1
-        if self._left[file] == 0:
-            save_file(self._pending, str(self.partial / file), metadata={"format": "pt"})
-            self._pending = {}
-
-    def finish(self) -> None:
-        """Write the index when there are several files, and give the directory its name."""
-        assert not self._pending and not any(self._left.values()), "every tensor must have been added"
-        if len(self._left) > 1:
-            index = {"metadata": {"total_size": self._bytes}, "weight_map": self._file_of}
-            (self.partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        if self.out_dir.exists():
-            self.out_dir.rmdir()
-        self.partial.rename(self.out_dir)
-
-    def discard(self) -> None:
-        shutil.rmtree(self.partial, ignore_errors=True)
-
-
-def _plan_files(spec: ModelSpec, dtype: torch.dtype, max_bytes: int) -> dict[str, str]:
-    """File of each tensor: filled in order, a new one when the next tensor would not fit."""
-    number, filled = 1, 0
-    numbers: dict[str, int] = {}
-    for name, shape in hf_tensors(spec).items():
-        size = math.prod(shape) * dtype.itemsize
-        if filled and filled + size > max_bytes:
-            number, filled = number + 1, 0
-        numbers[name] = number
-        filled += size
-    if number == 1:
-        return dict.fromkeys(numbers, SINGLE_FILE)
-    return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
-
-
-def _copy_side_files(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Tokenizer, generation settings and config, the latter with the dtype of the new weights."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, target / path.name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from megatron_rl.errors import ModelError
 from megatron_rl.model.build import table_params
-from megatron_rl.model.hf_files import (
-    MAX_FILE_BYTES,
-    HfCheckpoint,
-    HfWriter,
-    check_redundant_head,
-    check_tensors,
-    open_checkpoint,
-)
+from megatron_rl.model.hf_export import MAX_FILE_BYTES, HfWriter
+from megatron_rl.model.hf_files import HfCheckpoint, check_redundant_head, check_tensors, open_checkpoint
 from megatron_rl.model.hf_tables import (
     EMBEDDING,
     EMBEDDING_PARAM,
@@ -31,6 +24,7 @@ from megatron_rl.model.hf_tables import (
     source_pieces,
 )
 from megatron_rl.model.spec import ModelSpec
+from megatron_rl.parallel.collectives import all_gather_object
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
 
@@ -68,8 +62,7 @@ def load_hf(
 def _load_piece(checkpoint: HfCheckpoint, param: Tensor, piece: Piece, *, check_head: bool) -> None:
     if check_head and piece.hf_name == EMBEDDING:
         check_redundant_head(checkpoint, start=piece.hf_start, length=piece.length)
-    values = checkpoint.read(piece.hf_name, dim=piece.hf_dim, start=piece.hf_start, length=piece.length)
-    _param_view(param, piece).copy_(values)
+    checkpoint.read_into(piece.hf_name, _param_view(param, piece), dim=piece.hf_dim, start=piece.hf_start)
 
 
 def _param_view(param: Tensor, piece: Piece) -> Tensor:
@@ -160,24 +153,26 @@ def save_hf(
     *,
     hf_source: str | Path,
     out_dir: str | Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write a HF directory from live shards; every rank calls it, rank 0 writes.
 
     Shards travel point to point from the lowest rank that holds them, tensor by tensor in layer order, so
-    rank 0 holds one output file at a time. Config, tokenizer and generation files come from `hf_source`. A tied
-    head is left out.
+    rank 0 holds one tensor at a time. Config, tokenizer and generation files come from `hf_source`. A tied head is
+    left out. `dtype` None: each tensor keeps the dtype of its parameter.
     `out_dir` appears only when complete. Raises ModelError on every rank when it exists and is not empty, or
     when writing fails.
     """
     params, rank = _named_params(chunks), dist.get_rank()
+    held = _held_dtypes(params, source_pieces(spec, layout, rank=rank))
+    dtypes = held if dtype is None else dict.fromkeys(held, dtype)
     writer: HfWriter | None = None
 
     def prepare() -> None:
         nonlocal writer
         writer = HfWriter(
-            spec, hf_source=Path(hf_source), out_dir=Path(out_dir), dtype=dtype, max_file_bytes=max_file_bytes
+            spec, hf_source=Path(hf_source), out_dir=Path(out_dir), dtypes=dtypes, max_file_bytes=max_file_bytes
         )
 
     _on_rank_zero(prepare, place=out_dir)
@@ -185,12 +180,12 @@ def save_hf(
     failure: Exception | None = None
     try:
         for name, shape in hf_tensors(spec).items():
-            whole = _gather_tensor(owners[name], shape, params, rank=rank)
+            whole = _gather_tensor(owners[name], shape, params, dtype=held[name], rank=rank)
             if writer is None or whole is None or failure is not None:
                 continue
             try:
                 writer.add(name, whole)
-            except (OSError, SafetensorError) as error:
+            except OSError as error:
                 # the other ranks go on sending, so go on receiving and tell them at the end
                 failure = error
     except BaseException:
@@ -220,7 +215,7 @@ def _on_rank_zero(action: Callable[[], None], *, place: str | Path) -> None:
             action()
         except ModelError as error:
             outcome[0] = str(error)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             outcome[0] = f"{place}: cannot be written: {error}"
     dist.broadcast_object_list(outcome, src=0, device=device.device())
     if outcome[0] is not None:
@@ -240,11 +235,20 @@ def _owners(spec: ModelSpec, layout: ParallelLayout) -> dict[str, list[tuple[int
     return owners
 
 
+def _held_dtypes(
+    params: Mapping[tuple[int, str], Tensor], pieces: Sequence[Piece]
+) -> dict[str, torch.dtype]:
+    """Dtype of every HF tensor as the ranks hold it, the same dictionary on every rank. Collective."""
+    mine = {piece.hf_name: params[piece.chunk, piece.param].dtype for piece in pieces}
+    return {name: dtype for held in all_gather_object(mine) for name, dtype in held.items()}
+
+
 def _gather_tensor(
     owners: list[tuple[int, Piece]],
     shape: tuple[int, ...],
     params: dict[tuple[int, str], Tensor],
     *,
+    dtype: torch.dtype,
     rank: int,
 ) -> Tensor | None:
     """Rank 0: the whole tensor on CPU. Every other rank sends the pieces it owns and gets None."""
@@ -253,7 +257,6 @@ def _gather_tensor(
             if owner == rank:
                 dist.send(_param_view(params[piece.chunk, piece.param], piece).contiguous(), dst=0)
         return None
-    dtype = next(iter(params.values())).dtype
     whole = torch.empty(shape, dtype=dtype)
     for owner, piece in owners:
         target = whole if piece.hf_dim is None else whole.narrow(piece.hf_dim, piece.hf_start, piece.length)

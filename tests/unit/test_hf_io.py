@@ -206,7 +206,7 @@ def test_export_carries_config_and_tokenizer_files_and_says_its_dtype(hf: Path, 
         assert (tmp_path / "out" / name).read_bytes() == (hf / name).read_bytes()
     assert not (tmp_path / "out" / "notes.md").exists()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["dtype"] == "bfloat16" and "torch_dtype" not in config
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
     assert load_file(tmp_path / "out" / "model.safetensors")[HEAD].dtype is torch.bfloat16
 
 

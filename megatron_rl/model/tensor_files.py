@@ -1,0 +1,86 @@
+"""Tensors as bytes in files: read any part of one, wherever it stands, in bounded memory.
+
+Files are read, not mapped: what a mapping touches counts as this process's memory until the file is closed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+_BLOCK_BYTES = 4 * 2**20  # read at once where bytes cannot go straight to their place; fits a CPU cache
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A contiguous tensor inside a file, `offset` bytes from its start."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """An open file that holds tensors. Raises OSError where it cannot be read, EOFError where it is too short."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb", buffering=0)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def read_into(self, stored: Stored, out: Tensor, *, starts: Sequence[int]) -> None:
+        """Fill `out`, of any dtype, device and strides, with the part of its shape that begins at `starts`."""
+        rows, width = out.shape[0], math.prod(stored.shape[1:])
+        begin = stored.offset + starts[0] * width * stored.dtype.itemsize
+        has_whole_rows = tuple(out.shape[1:]) == stored.shape[1:]
+        if has_whole_rows and out.dtype is stored.dtype and out.device.type == "cpu" and out.is_contiguous():
+            self._fill(out, begin)
+            return
+        row_bytes = width * stored.dtype.itemsize
+        rows_per_block = max(1, _BLOCK_BYTES // max(row_bytes, 1))
+        block = torch.empty((min(rows, rows_per_block), *stored.shape[1:]), dtype=stored.dtype)
+        for first in range(0, rows, rows_per_block):
+            read = block[: min(rows_per_block, rows - first)]
+            self._fill(read, begin + first * row_bytes)
+            for dim in range(1, read.dim()):
+                read = read.narrow(dim, starts[dim], out.shape[dim])
+            out[first : first + rows_per_block].copy_(read)
+
+    def _fill(self, out: Tensor, begin: int) -> None:
+        view = tensor_bytes(out)
+        self._file.seek(begin)
+        done = 0
+        while done < len(view):
+            count = self._file.readinto(view[done:])
+            if not count:
+                raise EOFError(
+                    f"{self.path}: ends after {begin + done} bytes, {len(view) - done} are missing"
+                )
+            done += count
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
