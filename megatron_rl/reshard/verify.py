@@ -1,14 +1,16 @@
-"""Do trainer and engine compute the same log-probabilities? Measures the gap and says what it looks like."""
+"""Do trainer and engine compute the same log-probabilities? Measures the gap over fixed probes; judges nothing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import Any
 
 from megatron_rl.errors import ReshardError
 
-Report = dict[str, float]
+Values = Sequence[float]
 
 
 def parity_bound(dtype: str) -> float:
@@ -16,60 +18,81 @@ def parity_bound(dtype: str) -> float:
     return 1e-4 if dtype == "float32" else 0.2
 
 
-def parity_report(
-    trainer_logprobs: Sequence[float],
-    engine_logprobs: Sequence[float],
-    bound: float,
-    *,
-    previous_logprobs: Sequence[float] | None = None,
-) -> Report:
-    """`mean`, `p99`, `max` of the absolute gap in nats, and `worst`, the position of the largest.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """A token sequence of which both sides give the log-probs from token `start` on.
 
-    `previous_logprobs` are the trainer's before its last update, to recognise an engine that still runs on
-    them. Raises ReshardError with a diagnosis when the largest gap exceeds `bound` or a value is not a
-    number.
+    `start` is 1 for a prompt that the engine scores. Otherwise the tokens from `start` on are what the engine
+    sampled, and its log-probs are those that it reported while sampling.
     """
-    if len(trainer_logprobs) != len(engine_logprobs) or not trainer_logprobs:
-        raise ReshardError(
-            f"parity: {len(trainer_logprobs)} trainer and {len(engine_logprobs)} engine log-probs; need "
-            f"as many, at least one"
-        )
-    for side, values in (("trainer", trainer_logprobs), ("engine", engine_logprobs)):
-        bad = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
-        if bad is not None:
-            raise ReshardError(
-                f"parity: the {side}'s log-prob at position {bad} is {values[bad]}: weights that are not "
-                f"finite, or "
-                f"an engine worker that read outside the interval sent to it"
-            )
-    gaps = [abs(a - b) for a, b in zip(trainer_logprobs, engine_logprobs, strict=True)]
-    worst = max(range(len(gaps)), key=gaps.__getitem__)
-    report = {
-        "mean": fmean(gaps),
-        "p99": sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1],
-        "max": gaps[worst],
-        "worst": worst,
-    }
-    if report["max"] > bound:
-        hint = _diagnose(trainer_logprobs, engine_logprobs, previous_logprobs, bound)
-        raise ReshardError(
-            f"parity: trainer and engine differ by {report['max']:.3g} nats at position {worst} (mean "
-            f"{report['mean']:.3g}, bound {bound:g}): {hint}"
-        )
-    return report
+
+    token_ids: Sequence[int]
+    start: int = 1
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.start > 1
 
 
-def _diagnose(
-    trainer: Sequence[float], engine: Sequence[float], previous: Sequence[float] | None, bound: float
-) -> str:
-    if previous is not None and max(abs(a - b) for a, b in zip(previous, engine, strict=True)) <= bound:
-        return "the engine still answers with the weights from before the last update"
-    gaps = [b - a for a, b in zip(trainer, engine, strict=True)]
-    if max(gaps) - min(gaps) <= 2 * bound:
-        return f"all are off by the same {fmean(gaps):+.3g}: the normaliser differs, as if by vocabulary rows"
-    small = sum(abs(gap) <= bound for gap in gaps)
-    if small > len(gaps) // 2:
-        return f"{small} of {len(gaps)} positions agree: some vocabulary rows, or a stale prefix cache"
-    if all(gap >= -bound for gap in gaps) or all(gap <= bound for gap in gaps):
-        return "all gaps have one sign; temperature or top-p is applied on one side only"
-    return "no simple pattern; compare the weights: a stale head (tied weights) or tensors in the wrong place"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """One compared log-prob: of token `position` of probe `probe`, by engine replica `replica`."""
+
+    replica: int
+    probe: int
+    position: int
+    is_sampled: bool
+
+    def __str__(self) -> str:
+        kind = "sampled token" if self.is_sampled else "token"
+        return f"{kind} {self.position} of probe {self.probe}, engine replica {self.replica}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityReport:
+    """Absolute gaps in nats over every compared log-prob; infinite where a value is no number."""
+
+    mean: float
+    p99: float
+    max: float
+    num_values: int
+    worst: Place
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(
+    probes: Sequence[Sequence[Probe]], trainer: Sequence[Sequence[Values]], engine: Sequence[Sequence[Values]]
+) -> ParityReport:
+    """Compare what both sides say, by replica and probe. Raises ReshardError when they say unequally much."""
+    gaps: list[tuple[float, Place]] = []
+    for replica, (asked, ours, theirs) in enumerate(zip(probes, trainer, engine, strict=True)):
+        for number, (probe, mine, other) in enumerate(zip(asked, ours, theirs, strict=True)):
+            gaps += [
+                (gap, Place(replica=replica, probe=number, position=position, is_sampled=probe.is_sampled))
+                for position, gap in enumerate(_gaps(mine, other), start=probe.start)
+            ]
+    if not gaps:
+        raise ReshardError("parity: there is nothing to compare; give probes of at least two tokens")
+    values = sorted(gap for gap, _ in gaps)
+    largest, worst = max(gaps, key=lambda pair: pair[0])
+    return ParityReport(
+        mean=fmean(values),
+        p99=values[math.ceil(0.99 * len(values)) - 1],
+        max=largest,
+        num_values=len(values),
+        worst=worst,
+    )
+
+
+def max_gap(ours: Values, theirs: Values) -> float:
+    """Largest absolute difference of two equally long lists of log-probs; infinite if one is no number."""
+    return max(_gaps(ours, theirs))
+
+
+def _gaps(ours: Values, theirs: Values) -> Iterator[float]:
+    if len(ours) != len(theirs):
+        raise ReshardError(f"parity: {len(ours)} log-probs of the trainer, {len(theirs)} of the engine")
+    for a, b in zip(ours, theirs, strict=True):
+        yield abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_rl.errors import TrainingError
 from megatron_rl.rewards.combine import RewardModel
 from megatron_rl.rewards.protocol import RewardInput
 from megatron_rl.rollout.engine import GenerateRequest, RolloutEngine
@@ -42,10 +43,17 @@ class Collector:
         self._stop_token_ids = tuple(stop_token_ids)
 
     def collect(
-        self, prompts: Sequence[Prompt], token_ids: Mapping[str, Sequence[int]], draw: Draw, *, span: Span
+        self,
+        prompts: Sequence[Prompt],
+        token_ids: Mapping[str, Sequence[int]],
+        draw: Draw,
+        *,
+        weight_version: int,
+        span: Span,
     ) -> list[RolloutGroup]:
         """One group per prompt, in order. `token_ids` holds the rendered ids by prompt id.
 
+        `weight_version` is the one that was transferred last: raises TrainingError for a completion of another.
         Time goes to the spans `generate` and `reward`.
         """
         requests = [
@@ -55,6 +63,7 @@ class Collector:
         ]
         with span("generate"):
             completions = self._engine.generate(requests)
+            _check_versions(completions, expected=weight_version)
         with span("reward"):
             texts = [self._response_text(completion) for completion in completions]
             rewards = self._grader.grade(
@@ -95,3 +104,14 @@ class Collector:
         if ids and ids[-1] in self._stop_token_ids and not completion.finish.is_truncated():
             ids.pop()  # the end token is trained on, but it is no part of the answer
         return self._tokenizer.decode(ids)
+
+
+def _check_versions(completions: Sequence[Completion], *, expected: int) -> None:
+    stale = [i for i, completion in enumerate(completions) if completion.weight_version != expected]
+    if stale:
+        raise TrainingError(
+            f"rollouts: {len(stale)} of {len(completions)} completions were sampled from weight version "
+            f"{completions[stale[0]].weight_version} (the first is number {stale[0]}), but the trainer transferred "
+            f"version {expected} last; rollouts of other weights are not trained on: read the engine's log around "
+            f"that transfer"
+        )

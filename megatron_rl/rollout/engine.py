@@ -34,8 +34,11 @@ class RolloutEngine(Protocol):
         """Completions in the order of `requests`. Raises EngineError if a replica dies, hangs or is stale."""
         ...
 
-    def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        """Log-probabilities of `token_ids[1:]` given what stands before each, one engine's own; [L - 1]."""
+    def score_all(self, prompts: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Log-probs at temperature 1 of every prompt's tokens given what stands before each; by engine, [L - 1] each.
+
+        Computed afresh: nothing cached takes part.
+        """
         ...
 
     def close(self) -> None:

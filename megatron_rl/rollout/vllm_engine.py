@@ -133,11 +133,21 @@ class VllmEngine:
 
         A temperature other than 1 fetches whole rows of the vocabulary: keep it to short probes.
         """
-        self._check_fits("score", len(token_ids), 1)
-        scores: list[float] = self._replicas[0].ask(
+        return self._score_on(self._replicas[0], [token_ids], temperature)[0]
+
+    def score_all(self, prompts: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Log-probabilities of every prompt's tokens from the second on, at temperature 1, by each replica."""
+        return self._all(lambda replica: self._score_on(replica, prompts, 1.0))
+
+    def _score_on(
+        self, replica: Replica, prompts: Sequence[Sequence[int]], temperature: float
+    ) -> list[list[float]]:
+        for number, ids in enumerate(prompts):
+            self._check_fits(f"score: prompt {number}", len(ids), 1)
+        scores: list[list[float]] = replica.ask(
             "score",
             timeout_s=self._config.request_timeout_s,
-            token_ids=list(token_ids),
+            prompts=[list(ids) for ids in prompts],
             temperature=temperature,
             weight_version=self._weight_version,
         )

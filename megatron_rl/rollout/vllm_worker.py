@@ -225,26 +225,21 @@ class EngineServer:
             for out in outputs
         ]
 
-    def _score(self, message: Message) -> list[float]:
-        import torch
+    def _score(self, message: Message) -> list[list[float]]:
         from vllm import SamplingParams
 
         self._check_fresh(message["weight_version"])
-        token_ids, temperature = message["token_ids"], message["temperature"]
+        prompts, temperature = message["prompts"], message["temperature"]
         # prompt log-probs are always those of temperature 1: at another one every logit of the row is needed
         rows_wanted = 0 if temperature == 1.0 else -1
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=rows_wanted, detokenize=False)
-        (done,) = self._llm.generate([{"prompt_token_ids": token_ids}], [params], use_tqdm=False)
-        rows = done.prompt_logprobs[1:]
-        if temperature == 1.0:
-            return [row[token].logprob for row, token in zip(rows, token_ids[1:], strict=True)]
-        scores = []
-        for row, token in zip(rows, token_ids[1:], strict=True):
-            values = (
-                torch.tensor([entry.logprob for entry in row.values()], dtype=torch.float64) / temperature
-            )
-            scores.append(row[token].logprob / temperature - values.logsumexp(0).item())
-        return scores
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], [params] * len(prompts), use_tqdm=False
+        )
+        return [
+            _prompt_scores(done.prompt_logprobs[1:], ids[1:], temperature)
+            for done, ids in zip(outputs, prompts, strict=True)
+        ]
 
     def _init_transfer(self, message: Message) -> None:
         self._llm.init_weight_transfer_engine({"init_info": message["init_info"]})
@@ -279,6 +274,19 @@ class EngineServer:
     def _raise_worker_errors(self) -> None:
         if errors := [error for error in self._llm.collective_rpc(_outcome) if error is not None]:
             raise ReshardError("; ".join(errors))
+
+
+def _prompt_scores(rows: Any, tokens: list[int], temperature: float) -> list[float]:
+    """Log-prob of each token at `temperature`, from vLLM's rows of log-probs at temperature 1."""
+    import torch
+
+    if temperature == 1.0:
+        return [row[token].logprob for row, token in zip(rows, tokens, strict=True)]
+    scores = []
+    for row, token in zip(rows, tokens, strict=True):
+        values = torch.tensor([entry.logprob for entry in row.values()], dtype=torch.float64) / temperature
+        scores.append(row[token].logprob / temperature - values.logsumexp(0).item())
+    return scores
 
 
 def _outcome(worker: Any) -> str | None:

@@ -35,7 +35,9 @@ def evaluate(
             top_p=config.top_p,
         )
         prompts = prompt_set.prompts[: config.max_prompts]
-        groups = collector.collect(prompts, prompt_set.token_ids, draw, span=Meter().span)
+        groups = collector.collect(
+            prompts, prompt_set.token_ids, draw, weight_version=weight_version, span=Meter().span
+        )
         results.append(
             EvalResult(
                 name=name,

@@ -1,4 +1,4 @@
-"""What a run leaves in its directory, written by one rank: metrics, board events, rollouts, evaluations.
+"""What a run leaves in its directory, written by one rank: metrics, board events, rollouts, evaluations, transfers.
 
 Whole files appear at once (written beside, then renamed); lines are flushed one by one. JSON stays valid: a
 number that is not finite becomes null and is counted in the next line of metrics.
@@ -6,6 +6,7 @@ number that is not finite becomes null and is counted in the next line of metric
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from megatron_rl.train.files import append_whole, read_jsonl, to_json, write_ato
 
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
+PARITY_FILE = "parity.json"
 RECIPE_FILE = "recipe.resolved.yaml"
 ROLLOUTS = "rollouts"
 BOARD = "tensorboard"
@@ -44,6 +46,7 @@ class RunRecords:
             kept = _keep_lines(self.run_dir / METRICS_FILE, last_step)
             _keep_evals(self.run_dir / EVAL_FILE, last_step)
             _keep_rollouts(self.run_dir / ROLLOUTS, last_iteration)
+            self._syncs = _keep_syncs(self.run_dir / PARITY_FILE, last_step)
             self._metrics: IO[bytes] = (self.run_dir / METRICS_FILE).open("ab", buffering=0)
         self._last_step = int(kept[-1]["step"]) if kept else -1
         self._started = time.monotonic() - (float(kept[-1]["time_s"] or 0.0) if kept else 0.0)
@@ -125,9 +128,17 @@ class RunRecords:
         """plan.json: how weights travel from trainer ranks to engine ranks; `plan` is JSON text already."""
         self._replace(self.run_dir / "plan.json", plan.encode("utf-8") + b"\n")
 
-    def write_parity(self, parity: Any) -> None:
-        """parity.json: log-probabilities of trainer and engine on one prompt, after the latest transfer."""
-        self._replace(self.run_dir / "parity.json", to_json(self._clean(parity), indent=1) + b"\n")
+    def write_sync(self, record: Mapping[str, Any], *, stage: str, iteration: int, step: int) -> None:
+        """One more weight transfer in parity.json, a list of them that is complete at any moment.
+
+        A `weight_version` that the stage has recorded already, which a resumed run transfers again, replaces the
+        record.
+        """
+        entry = {"stage": stage, "iteration": iteration, "step": step, **self._clean(record)}
+        key = (stage, entry["weight_version"])
+        kept = [each for each in self._syncs if (each["stage"], each["weight_version"]) != key]
+        self._syncs = [*kept, entry]
+        self._replace(self.run_dir / PARITY_FILE, _sync_lines(self._syncs))
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -171,6 +182,22 @@ def _keep_evals(path: Path, last_step: int | None) -> None:
     kept = _keep_lines(path, last_step)
     if last_step is not None:
         _rewrite(path, [line for line in kept if line["iteration"] or max(0, line["step"]) < last_step])
+
+
+def _keep_syncs(path: Path, last_step: int | None) -> list[dict[str, Any]]:
+    """Transfers up to `last_step`; the file is rewritten to hold just those."""
+    if not path.exists():
+        return []
+    syncs = json.loads(path.read_bytes())
+    kept = [sync for sync in syncs if last_step is None or sync["step"] <= last_step]
+    if len(kept) < len(syncs):
+        write_atomically(path, _sync_lines(kept))
+    return kept
+
+
+def _sync_lines(syncs: Sequence[Mapping[str, Any]]) -> bytes:
+    """A JSON list with one transfer per line."""
+    return b"[\n" + b",\n".join(map(to_json, syncs)) + b"\n]\n"
 
 
 def _keep_rollouts(folder: Path, last_iteration: int | None) -> None:

@@ -34,6 +34,10 @@ _CHARTS: tuple[tuple[str, Mapping[str, str]], ...] = (
         "Trainer against engine, log-probs",
         {"mismatch/mean": "mean", "mismatch/p99": "p99", "mismatch/max": "max"},
     ),
+    (
+        "Trainer against engine after each transfer, fixed prompts",
+        {"sync/parity_mean": "mean", "sync/parity_p99": "p99", "sync/parity_max": "max"},
+    ),
     ("Response length, tokens", {"rollout/response_tokens_mean": "mean"}),
     ("Tokens per second", {"throughput/tokens_per_s": "tokens/s"}),
 )

@@ -11,15 +11,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 from megatron_rl.data.types import RolloutGroup
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.recipe.load import LoadedRecipe, resolved_yaml
 from megatron_rl.reshard.plan import ReshardPlan
+from megatron_rl.rollout.weight_sync import SyncResult
 from megatron_rl.train.console import Console
 from megatron_rl.train.eval_result import EvalResult
 from megatron_rl.train.files import writing
+from megatron_rl.train.parity import Verdict
 from megatron_rl.train.progress import Progress, stage_label, stage_length
 from megatron_rl.train.records import NOT_FINITE, RunRecords
 from megatron_rl.train.report import write_report
@@ -118,9 +120,16 @@ class Reporter:
         if self._records is not None:
             self._records.write_plan(plan.to_json())
 
-    def parity(self, report: Mapping[str, Any]) -> None:
+    def transfer(self, progress: Progress, transfer: SyncResult, verdict: Verdict) -> None:
+        """A weight transfer of the step that led to `progress`, and how both sides compare after it."""
         if self._records is not None:
-            self._records.write_parity(report)
+            record = {**verdict.to_json(), "seconds": transfer.seconds, "bytes": transfer.bytes}
+            self._records.write_sync(
+                record,
+                stage=stage_label(self._stages, progress.stage),
+                iteration=progress.step,
+                step=progress.global_step(self._stages),
+            )
 
     def finish(self) -> None:
         """Print the summary and write the report."""

@@ -36,7 +36,7 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
             with meter.span("train"):
                 steps = [apply_update(policy, update, stage) for update in updates]
             with meter.span("sync"):
-                transfer = session.push_weights()
+                transfer = session.push_weights(progress.advanced(iteration + 1))
 
             metrics = iteration_metrics(groups, kept, updates, steps, policy=policy) | transfer
             metrics |= meter.metrics(tokens=num_tokens(groups))

@@ -14,6 +14,8 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import DataError
 from megatron_rl.recipe.stages import RlStage
 
+_PARITY_TOKENS = (128, 64, 32, 32)  # at most, of each prompt of the parity gate
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RlData:
@@ -28,10 +30,17 @@ class RlData:
         sets = "".join(f"; {name}: {prompts.summary()}" for name, prompts in self.eval_sets.items())
         return f"training prompts: {self.prompts.summary()}{sets}"
 
-    def probe(self) -> tuple[int, ...]:
-        """The longest of the first prompts, for the parity gate: more positions see more of the weights."""
-        first = self.prompts.prompts[:64]
-        return max((tuple(self.prompts.token_ids[prompt.id]) for prompt in first), key=len)
+    def parity_prompts(self) -> tuple[tuple[int, ...], ...]:
+        """Of the first prompts a few of different lengths, cut short, the longest first; those of one token left out.
+
+        More positions see more of the weights: the parity gate compares log-probs of all of them.
+        """
+        ids = self.prompts.token_ids
+        first = {tuple(ids[prompt.id]) for prompt in self.prompts.prompts[:64]}
+        by_length = sorted((each for each in first if len(each) > 1), key=lambda each: (-len(each), each))
+        count = min(len(by_length), len(_PARITY_TOKENS))
+        spread = [by_length[i * (len(by_length) - 1) // max(1, count - 1)] for i in range(count)]
+        return tuple(each[:limit] for each, limit in zip(spread, _PARITY_TOKENS, strict=False))
 
 
 def load_rl_data(stage: RlStage, tokenizer: Tokenizer, *, run_seed: int, stage_index: int) -> RlData:
@@ -60,6 +69,6 @@ def load_rl_data(stage: RlStage, tokenizer: Tokenizer, *, run_seed: int, stage_i
                 f"{stage.prompts_per_iteration}: some would be drawn twice with the same seeds; lower it or widen the "
                 "curriculum"
             )
-    if len(data.probe()) < 2:
+    if not data.parity_prompts():
         raise DataError(f"{stage.prompts}: prompts of one token cannot be scored; check the chat template")
     return data

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_rl.data.chat import stop_token_ids
 from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.types import RolloutGroup
+from megatron_rl.errors import ReshardError
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.rewards.combine import RewardModel
 from megatron_rl.rollout.collect import Collector, Draw
@@ -24,7 +25,7 @@ from megatron_rl.train.context import RunContext
 from megatron_rl.train.eval_result import EvalResult
 from megatron_rl.train.evaluate import evaluate
 from megatron_rl.train.metrics import Meter
-from megatron_rl.train.parity import ParityProbe
+from megatron_rl.train.parity import SAMPLED_TOKENS, ParityGate
 from megatron_rl.train.progress import Progress
 from megatron_rl.train.rl_data import RlData
 
@@ -77,7 +78,7 @@ class RlSession:
                 engine, grader, run.tokenizer, stop_token_ids=stop_token_ids(run.tokenizer)
             )
         # the other ranks wait here until the engines run
-        probe = self._run.from_driver(self._data.probe() if self._data else ())
+        prompts = run.from_driver(self._data.parity_prompts() if self._data else ())
         self._weight_version = -1
         self._sync = WeightSync(
             run.policy.named_params,
@@ -91,23 +92,39 @@ class RlSession:
             trainers=run.driver_group,
         )
         run.reporter.plan(self._sync.plan)
-        self._parity = ParityProbe(run, engine, token_ids=probe, bound=stage.engine.parity_bound)
-        self.push_weights()
+        self._parity = ParityGate(
+            run.policy,
+            engine,
+            prompts,
+            bound=stage.engine.parity_bound,
+            temperature=stage.sampling.temperature,
+            push=self._sync.push,
+            group=run.driver_group,
+            sampled_tokens=min(SAMPLED_TOKENS, stage.sampling.max_response_tokens),
+        )
+        self.push_weights(self._progress)
         if self._progress.step == 0:
             run.reporter.starting_point(self._progress, self._evaluate(0))
             run.from_driver(None)
 
-    def push_weights(self) -> dict[str, float]:
-        """Transfer the current weights, then compare both sides' log-probs of a fixed prompt. Collective."""
+    def push_weights(self, progress: Progress) -> dict[str, float]:
+        """Transfer the weights of the step that led to `progress`, then compare both sides. Collective.
+
+        Raises ReshardError on every rank, with a diagnosis, when trainer and engine do not agree.
+        """
         version = self._run.policy.optimizer.num_steps
         if version == self._weight_version:
             return {}  # no group of the iteration taught anything
         transfer = self._sync.push(version)
+        verdict = self._parity.check(version)
+        self._run.reporter.transfer(progress, transfer, verdict)
+        if verdict.diagnosis is not None:
+            raise ReshardError(str(verdict))
         self._weight_version = version
         return {
             "sync/bytes": float(transfer.bytes),
             "sync/transfer_s": transfer.seconds,
-            "sync/parity_max": self._parity.check(version),
+            **verdict.metrics(),
         }
 
     def collect(self, iteration: int, meter: Meter) -> list[RolloutGroup]:
@@ -124,7 +141,13 @@ class RlSession:
                 top_k=sampling.top_k,
             )
             prompts = self._data.sampler.take(iteration, self._stage.prompts_per_iteration)
-            groups = self._collector.collect(prompts, self._data.prompts.token_ids, draw, span=meter.span)
+            groups = self._collector.collect(
+                prompts,
+                self._data.prompts.token_ids,
+                draw,
+                weight_version=self._weight_version,
+                span=meter.span,
+            )
         return self._run.from_driver(groups)
 
     def sampler_state(self) -> Mapping[str, Any]:
@@ -152,5 +175,5 @@ class RlSession:
             max_tokens=self._stage.sampling.max_response_tokens,
             run_seed=self._run.recipe.run.seed,
             iteration=iteration,
-            weight_version=self._run.policy.optimizer.num_steps,
+            weight_version=self._weight_version,
         )

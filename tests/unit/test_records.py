@@ -22,6 +22,15 @@ def log(records, *steps):
         records.log_step({"sft/loss": 1.0 / (step + 1)}, stage="sft", iteration=step + 1, step=step)
 
 
+def sync(records, step, *, version=None, stage="rl", gap=1e-6):
+    record = {"weight_version": step if version is None else version, "max": gap}
+    records.write_sync(record, stage=stage, iteration=step, step=step)
+
+
+def syncs(path):
+    return json.loads((path / "parity.json").read_text())
+
+
 def evaluation(iteration):
     problems = (EvalProblem(id="a", num_correct=1, num_samples=4, difficulty=2),)
     return EvalResult(name="heldout", iteration=iteration, samples=4, problems=problems)
@@ -63,7 +72,8 @@ def test_the_step_axis_never_goes_backwards(tmp_path):
 
 def test_numbers_that_are_not_finite_become_null_and_the_next_line_counts_them(tmp_path):
     records = RunRecords(tmp_path)
-    records.write_parity({"max": float("inf"), "gaps": [0.5, float("nan")]})
+    sync(records, 0, gap=float("inf"))
+    sync(records, 1, gap=float("nan"))
     metrics = {"a": float("nan"), "b": float("-inf"), "c": 1.0}
     assert records.log_step(metrics, stage="rl", iteration=1, step=0) == 4
     assert records.log_step({"c": 1.0}, stage="rl", iteration=2, step=1) == 0
@@ -71,7 +81,42 @@ def test_numbers_that_are_not_finite_become_null_and_the_next_line_counts_them(t
     bad, good = lines(tmp_path / "metrics.jsonl")
     assert (bad["a"], bad["b"], bad["c"], bad["records/not_finite"]) == (None, None, 1.0, 4)
     assert "records/not_finite" not in good
-    assert json.loads((tmp_path / "parity.json").read_text()) == {"max": None, "gaps": [0.5, None]}
+    assert [record["max"] for record in syncs(tmp_path)] == [None, None]
+
+
+def test_parity_json_is_whole_after_every_transfer(tmp_path):
+    records = RunRecords(tmp_path)
+    for step in range(3):
+        sync(records, step)
+        assert [record["step"] for record in syncs(tmp_path)] == list(range(step + 1))
+    assert syncs(tmp_path)[2] == {"stage": "rl", "iteration": 2, "step": 2, "weight_version": 2, "max": 1e-6}
+    records.close()
+
+
+def test_a_resumed_run_records_each_transfer_once(tmp_path):
+    records = RunRecords(tmp_path)
+    sync(records, 2, version=7, stage="rl1")
+    for step in (2, 3, 4, 5):
+        sync(records, step, version=2 * step, stage="rl2")
+    records.close()
+    resumed = RunRecords(tmp_path, last_step=4)
+    # what the checkpoint holds is transferred again, to new engines
+    sync(resumed, 4, version=8, stage="rl2", gap=2e-6)
+    sync(resumed, 5, version=10, stage="rl2")
+    resumed.close()
+    keys = [(record["stage"], record["step"], record["weight_version"]) for record in syncs(tmp_path)]
+    assert keys == [("rl1", 2, 7), ("rl2", 2, 4), ("rl2", 3, 6), ("rl2", 4, 8), ("rl2", 5, 10)]
+    assert syncs(tmp_path)[3]["max"] == 2e-6
+
+
+def test_a_transfer_that_cannot_be_recorded_leaves_the_others(tmp_path):
+    records = RunRecords(tmp_path)
+    sync(records, 0)
+    before = (tmp_path / "parity.json").read_bytes()
+    with files_limited_to(len(before) + 20), pytest.raises(TrainingError, match=r"parity\.json: cannot be"):
+        sync(records, 1)
+    assert (tmp_path / "parity.json").read_bytes() == before
+    records.close()
 
 
 def test_a_resumed_run_drops_what_its_checkpoint_does_not_know(tmp_path):
