@@ -60,9 +60,9 @@ def send_message(sock: socket.socket, message: Message, *, timeout_s: float | No
             raise TimeoutError
         sock.settimeout(timeout_s)
         sock.sendall(_LENGTH.pack(len(payload)) + payload)
-    except TimeoutError as error:
-        raise WireTimeout(f"wire: {len(payload)} bytes were not taken in time") from error
     except OSError as error:
+        if _is_ours(error):
+            raise WireTimeout(f"wire: {len(payload)} bytes were not taken in time") from error
         raise WireClosed(f"wire: connection lost while sending: {error}") from error
     finally:
         sock.settimeout(None)
@@ -100,9 +100,9 @@ def _read(sock: socket.socket, size: int, deadline: float | None) -> bytes:
                 raise TimeoutError
             sock.settimeout(left)
             chunk = sock.recv(min(missing, 1 << 20))
-        except TimeoutError as error:
-            raise WireTimeout(f"wire: {size - missing} of {size} bytes arrived in time") from error
         except OSError as error:
+            if _is_ours(error):
+                raise WireTimeout(f"wire: {size - missing} of {size} bytes arrived in time") from error
             raise WireClosed(f"wire: connection lost while receiving: {error}") from error
         finally:
             sock.settimeout(None)
@@ -111,3 +111,8 @@ def _read(sock: socket.socket, size: int, deadline: float | None) -> bytes:
         chunks.append(chunk)
         missing -= len(chunk)
     return b"".join(chunks)
+
+
+def _is_ours(error: OSError) -> bool:
+    """Whether our own time ran out. That the kernel gave the peer up is a TimeoutError too, with a number."""
+    return isinstance(error, TimeoutError) and error.errno is None

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.errors import EngineError
 from megatron_rl.rollout import wire
-from megatron_rl.rollout.wire import WireClosed, WireTimeout, recv_message, send_message
+from megatron_rl.rollout.wire import WireClosed, WireTimeout, keep_alive, recv_message, send_message
 
 
 @pytest.fixture
@@ -55,6 +55,22 @@ def test_a_slow_sender_times_out_even_when_bytes_keep_coming(pair):
 def test_sending_to_one_who_never_reads_ends_in_time(pair):
     with pytest.raises(WireTimeout, match=r"\d{7} bytes were not taken in time"):
         send_message(pair[0], {"token_ids": [1234] * 1_000_000}, timeout_s=0.05)
+
+
+def test_a_peer_that_the_kernel_gave_up_is_lost_and_not_late():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+        with ours, theirs:
+            keep_alive(ours)
+            # as after DEAD_AFTER_S, for a peer that takes no bytes
+            ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 300)
+            ours.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                while True:
+                    ours.send(b"x" * (1 << 20))
+            with pytest.raises(WireClosed, match="connection lost while receiving.*timed out"):
+                recv_message(ours, timeout_s=30)
 
 
 def test_no_time_left_is_a_timeout_and_sends_nothing(pair):
