@@ -69,7 +69,7 @@ def test_a_peer_that_the_kernel_gave_up_is_lost_and_not_late():
             with pytest.raises(BlockingIOError):
                 while True:
                     ours.send(b"x" * (1 << 20))
-            with pytest.raises(WireClosed, match="connection lost while receiving.*timed out"):
+            with pytest.raises(WireClosed, match=r"connection lost while receiving.*timed out"):
                 recv_message(ours, timeout_s=30)
 
 
