@@ -1,9 +1,14 @@
-"""How a weight transfer is cut over time: buckets of consecutive tensors, the same for every member."""
+"""How a weight transfer is cut over time: buckets of whole layers, the same for every member.
+
+Layers of different pipeline stages take turns, for only the ranks of one stage hold a layer: in checkpoint
+order all others would wait while one stage sends. Inside a layer, and around the layers, checkpoint order stays.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -35,14 +40,42 @@ class Part(NamedTuple):
 Bucket = tuple[Part, ...]
 
 
+def travel_order(names: Sequence[str], stages: Mapping[str, Hashable]) -> list[list[int]]:
+    """Positions of `names`, those of a layer together, in the order in which they travel.
+
+    `stages` says which ranks hold a tensor. Each stage's layers are spread evenly over the time of all layers.
+    """
+    units = [
+        [i for i, _ in unit] for _, unit in groupby(enumerate(names), key=lambda item: _layer_of(item[1]))
+    ]
+    layers = [unit for unit in units if _LAYER.match(names[unit[0]])]
+    if not layers:
+        return units
+    of_stage: dict[Hashable, list[list[int]]] = defaultdict(list)
+    for unit in layers:
+        of_stage[stages.get(names[unit[0]])].append(unit)
+    due = {
+        unit[0]: (number + 0.5) / len(queue)
+        for queue in of_stage.values()
+        for number, unit in enumerate(queue)
+    }
+    first = units.index(layers[0])
+    return [
+        *units[:first],
+        *sorted(layers, key=lambda unit: (due[unit[0]], unit[0])),
+        *units[first + len(layers) :],
+    ]
+
+
 def cut_buckets(
+    order: Sequence[Sequence[int]],
     shapes: Mapping[str, tuple[int, ...]],
     needs: Sequence[Mapping[str, Need]],
     *,
     element_bytes: int,
     bucket_bytes: int,
 ) -> tuple[Bucket, ...]:
-    """Buckets in checkpoint order, each at most `bucket_bytes` on any worker, that end with a layer if they can.
+    """Buckets in the given order, each at most `bucket_bytes` on any worker, that end with a layer if they can.
 
     `needs` has one table per tensor-parallel rank of an engine. A layer that is too large is cut between its
     tensors, a tensor that is too large along the dimension of its interval. Raises ReshardError when
@@ -50,22 +83,25 @@ def cut_buckets(
     """
     cutter = _Cutter(len(needs), bucket_bytes)
     names = list(shapes)
-    for _, layer in groupby(enumerate(names), key=lambda item: _layer_of(item[1])):
-        tensors = [
-            (index, name, [_need_bytes(shapes[name], table[name], element_bytes) for table in needs])
-            for index, name in layer
-        ]
-        whole = [sum(column) for column in zip(*(sizes for _, _, sizes in tensors), strict=True)]
+    for layer in order:
+        sizes = {
+            tensor: [
+                need_bytes(shapes[names[tensor]], table[names[tensor]], element_bytes) for table in needs
+            ]
+            for tensor in layer
+        }
+        whole = [sum(column) for column in zip(*sizes.values(), strict=True)]
         if max(whole) <= bucket_bytes:
             cutter.make_room(whole)
-        for index, name, sizes in tensors:
+        for tensor in layer:
+            name = names[tensor]
             row_bytes = slice_bytes(shapes[name], needs[0][name][0], element_bytes)
-            if row_bytes > bucket_bytes and any(sizes):
+            if row_bytes > bucket_bytes and any(sizes[tensor]):
                 raise ReshardError(
                     f"bucket_bytes: got {bucket_bytes}, but the smallest slice of {name} has {row_bytes} bytes; "
                     f"use at least {row_bytes}, better {DEFAULT_BUCKET_BYTES}"
                 )
-            cutter.add(index, sizes, row_bytes)
+            cutter.add(tensor, sizes[tensor], row_bytes)
     return cutter.finish()
 
 
@@ -92,8 +128,9 @@ class _Cutter:
         for number in range(count):
             part = Part(tensor, number, count)
             bounds = [part.bounds(0, size // row_bytes) for size in sizes]
-            self.make_room([(end - start) * row_bytes for start, end in bounds])
-            self._put(part, [(end - start) * row_bytes for start, end in bounds])
+            part_sizes = [(end - start) * row_bytes for start, end in bounds]
+            self.make_room(part_sizes)
+            self._put(part, part_sizes)
 
     def finish(self) -> tuple[Bucket, ...]:
         self._close()
@@ -109,22 +146,22 @@ class _Cutter:
         self._parts, self._fill = [], [0] * len(self._fill)
 
 
+def completed(buckets: Sequence[Bucket]) -> Iterator[tuple[int, ...]]:
+    """Per bucket, the tensors of which it holds the last part, in checkpoint order."""
+    for bucket in buckets:
+        yield tuple(sorted(part.tensor for part in bucket if part.is_last))
+
+
 def slice_bytes(shape: tuple[int, ...], dim: int | None, element_bytes: int) -> int:
     """Bytes of one index along `dim` (None: along the first)."""
     return prod(shape) // shape[dim or 0] * element_bytes
 
 
-def completed(buckets: Sequence[Bucket]) -> Iterator[tuple[int, ...]]:
-    """Per bucket, the tensors of which it holds the last part."""
-    for bucket in buckets:
-        yield tuple(part.tensor for part in bucket if part.is_last)
+def need_bytes(shape: tuple[int, ...], need: Need, element_bytes: int) -> int:
+    dim, _, length = need
+    return prod(shape) * element_bytes if dim is None else length * slice_bytes(shape, dim, element_bytes)
 
 
 def _layer_of(name: str) -> str:
     layer = _LAYER.match(name)
     return layer[0] if layer else name
-
-
-def _need_bytes(shape: tuple[int, ...], need: Need, element_bytes: int) -> int:
-    dim, _, length = need
-    return prod(shape) * element_bytes if dim is None else length * slice_bytes(shape, dim, element_bytes)

@@ -12,22 +12,28 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_rl.errors import ReshardError
 from megatron_rl.model.hf_tables import hf_tensors
-from megatron_rl.model.spec import ModelSpec, RopeScaling
+from megatron_rl.model.spec import ModelSpec, MoeSpec, RopeScaling
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.reshard.buckets import DEFAULT_BUCKET_BYTES, Bucket, completed, cut_buckets
+from megatron_rl.reshard.buckets import DEFAULT_BUCKET_BYTES, Bucket, completed, cut_buckets, travel_order
 from megatron_rl.reshard.placement import Placement
-from megatron_rl.reshard.plan_text import explain, summarise
+from megatron_rl.reshard.plan_summary import summarise
+from megatron_rl.reshard.plan_text import explain, explain_tensor
 from megatron_rl.reshard.proof import check_plan
 from megatron_rl.reshard.routes import Members, Routes, choose_routes
-from megatron_rl.reshard.segments import Holding, Interval, Segment, build_segments, read_holdings
-from megatron_rl.reshard.tables import target_needs
+from megatron_rl.reshard.segments import Holding, Interval, Segment, build_segments, read_holdings, stages_of
+from megatron_rl.reshard.tables import Need, target_needs
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,7 @@ class ReshardPlan:
     placement: Placement = field(repr=False)
     bucket_bytes: int
     two_tier: bool
+    needs: tuple[dict[str, Need], ...] = field(repr=False)  # per tensor-parallel rank of an engine
     holdings: tuple[Holding, ...] = field(repr=False)
     buckets: tuple[Bucket, ...] = field(repr=False)
     segments: tuple[Segment, ...] = field(repr=False)
@@ -116,6 +123,18 @@ class ReshardPlan:
         """Per bucket, the positions of the tensors whose last byte arrives in it."""
         return tuple(completed(self.buckets))
 
+    def workers_of(self, segment: Segment) -> Ints:
+        """The members that need a segment, lowest first: those of its row in `routes`."""
+        if segment.tp_ranks not in self._workers:
+            self._workers[segment.tp_ranks] = np.array(
+                self.members.workers_of(segment.tp_ranks), dtype=np.int64
+            )
+        return self._workers[segment.tp_ranks]
+
+    @cached_property
+    def _workers(self) -> dict[tuple[int, ...], Ints]:
+        return {}
+
     @cached_property
     def holding_of(self) -> tuple[int, ...]:
         """Per trainer rank, the position of its holding in `holdings`."""
@@ -127,7 +146,7 @@ class ReshardPlan:
         found: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         for index, (segment, senders) in enumerate(zip(self.segments, self.routes, strict=True)):
             if member in senders:
-                for worker, sender in zip(self.members.workers_of(segment), senders, strict=True):
+                for worker, sender in zip(self.workers_of(segment).tolist(), senders, strict=True):
                     if sender == member:
                         found[segment.bucket, member, worker].append(index)
         return self._messages(found)
@@ -139,7 +158,7 @@ class ReshardPlan:
             tp_rank = (member - self.num_trainers) % self.target_tp
             for index, (segment, senders) in enumerate(zip(self.segments, self.routes, strict=True)):
                 if tp_rank in segment.tp_ranks:
-                    sender = senders[self.members.column_of(segment, member)]
+                    sender = senders[self.members.column_of(segment.tp_ranks, member)]
                     found[segment.bucket, sender, member].append(index)
         return self._messages(found)
 
@@ -163,13 +182,19 @@ class ReshardPlan:
         """The trainer rank from which a segment comes that `sender` sends: itself, unless it passes it on."""
         if sender < self.num_trainers:
             return sender
-        return self.routes[segment][self.members.column_of(self.segments[segment], sender)]
+        return self.routes[segment][self.members.column_of(self.segments[segment].tp_ranks, sender)]
 
     def summary(self) -> dict[str, Any]:
+        """Sizes, counts and balance; see `plan_summary.summarise` for each."""
         return summarise(self)
 
     def explain(self) -> str:
-        return explain(self)
+        """The summary as a table for a person."""
+        return explain(self.summary(), self.digest())
+
+    def explain_tensor(self, name: str) -> str:
+        """The path of one tensor. Raises ReshardError with the nearest names when there is none."""
+        return explain_tensor(self, name)
 
     def inputs(self) -> dict[str, Any]:
         """The few numbers from which `plan_from_inputs` builds the same plan elsewhere; JSON-able."""
@@ -216,24 +241,31 @@ class ReshardPlan:
     def _digest(self) -> str:
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
-    def _messages(self, found: Mapping[tuple[int, int, int], Iterable[int]]) -> list[Message]:
+    def _messages(self, found: Mapping[tuple[int, int, int], Sequence[int]]) -> list[Message]:
+        """Messages by bucket, sender, receiver. Those with equal bytes share their `transfers`, as an object."""
+        contents: dict[tuple[tuple[int, int], ...], tuple[Transfer, ...]] = {}
         messages = []
         for (bucket, sender, receiver), segments in sorted(found.items()):
-            intervals = sorted(
-                (
-                    (interval, self.origin(s, sender))
-                    for s in segments
-                    for interval in self.segments[s].intervals
-                ),
-                key=lambda item: (item[0].tensor, item[0].start),
-            )
-            transfers = tuple(self._transfer(interval, rank) for interval, rank in intervals)
-            messages.append(Message(bucket, sender, receiver, transfers, sum(t.bytes for t in transfers)))
+            key = tuple((segment, self.holding_of[self.origin(segment, sender)]) for segment in segments)
+            if key not in contents:
+                contents[key] = self._transfers(key)
+            size = sum(self.segments[segment].bytes for segment in segments)
+            messages.append(Message(bucket, sender, receiver, contents[key], size))
         return messages
 
-    def _transfer(self, interval: Interval, rank: int) -> Transfer:
+    def _transfers(self, segments: Iterable[tuple[int, int]]) -> tuple[Transfer, ...]:
+        """The intervals of (segment, holding) pairs in checkpoint order."""
+        intervals = [
+            (interval, self.holdings[holding])
+            for segment, holding in segments
+            for interval in self.segments[segment].intervals
+        ]
+        intervals.sort(key=lambda item: (item[0].tensor, item[0].start))
+        return tuple(self._transfer(interval, holding) for interval, holding in intervals)
+
+    def _transfer(self, interval: Interval, holding: Holding) -> Transfer:
         name = self.names[interval.tensor]
-        place = self.holdings[self.holding_of[rank]].place(name, interval)
+        place = holding.place(name, interval)
         assert place is not None  # proven when the plan was built
         return Transfer(name, interval.dim, interval.start, interval.length, *place, interval.bytes)
 
@@ -258,14 +290,16 @@ def plan_reshard(
     Raises LayoutError if the engine cannot hold the model, ReshardError naming the tensor if the source does
     not hold all of it.
     """
-    needs = [target_needs(spec, tp=target_tp, rank=rank) for rank in range(target_tp)]
+    needs = tuple(target_needs(spec, tp=target_tp, rank=rank) for rank in range(target_tp))
     members = Members(source.world_size, target_tp, replicas)
     placement = placement or Placement.one_node(members.trainers, members.workers)
     check_placement(placement, members)
     holdings = read_holdings(spec, source)
-    buckets = cut_buckets(hf_tensors(spec), needs, element_bytes=element_bytes, bucket_bytes=bucket_bytes)
+    shapes = hf_tensors(spec)
+    order = travel_order(list(shapes), stages_of(holdings, source))
+    buckets = cut_buckets(order, shapes, needs, element_bytes=element_bytes, bucket_bytes=bucket_bytes)
     segments, routes = choose_routes(
-        build_segments(spec, holdings, needs, buckets, element_bytes=element_bytes),
+        build_segments(shapes, holdings, needs, buckets, element_bytes=element_bytes),
         holdings,
         members,
         placement,
@@ -281,6 +315,7 @@ def plan_reshard(
         placement=placement,
         bucket_bytes=bucket_bytes,
         two_tier=two_tier,
+        needs=needs,
         holdings=holdings,
         buckets=buckets,
         segments=segments,
@@ -303,8 +338,9 @@ def check_placement(placement: Placement, members: Members) -> None:
 def plan_from_inputs(inputs: Mapping[str, Any], *, digest: str) -> ReshardPlan:
     """Rebuild a plan from `ReshardPlan.inputs`. Raises ReshardError when it is not the plan with `digest`."""
     spec = dict(inputs["spec"])
-    if spec["rope_scaling"] is not None:
-        spec["rope_scaling"] = RopeScaling(**spec["rope_scaling"])
+    for key, kind in (("rope_scaling", RopeScaling), ("moe", MoeSpec)):
+        if spec[key] is not None:
+            spec[key] = kind(**spec[key])
     plan = plan_reshard(
         ModelSpec(**spec),
         ParallelLayout(**inputs["source"]),

@@ -7,26 +7,31 @@ rank in every engine, provided that each of them has one sender for each of its 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_rl.errors import ReshardError
+from megatron_rl.reshard.buckets import need_bytes
 from megatron_rl.reshard.segments import Interval, Segment
-from megatron_rl.reshard.tables import Need, target_needs
+from megatron_rl.reshard.tables import Need
 
 if TYPE_CHECKING:
     from megatron_rl.reshard.plan import ReshardPlan
 
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
 
 def check_plan(plan: ReshardPlan) -> None:
     """Raises ReshardError naming tensor, worker and place of whatever is missing, doubled or misplaced."""
-    needs = [target_needs(plan.spec, tp=plan.target_tp, rank=rank) for rank in range(plan.target_tp)]
     check_intervals(plan)
-    check_tiling(plan, needs)
+    check_tiling(plan)
     check_routes(plan)
     check_buckets(plan)
-    check_totals(plan, needs)
+    check_totals(plan)
 
 
 def check_intervals(plan: ReshardPlan) -> None:
@@ -49,43 +54,56 @@ def check_intervals(plan: ReshardPlan) -> None:
             )
 
 
-def check_tiling(plan: ReshardPlan, needs: Sequence[Mapping[str, Need]]) -> None:
+def check_tiling(plan: ReshardPlan) -> None:
     """The intervals that go to each tensor-parallel rank tile its need of each tensor, once."""
-    for rank, table in enumerate(needs):
-        arriving: dict[int, list[Interval]] = defaultdict(list)
+    for rank, table in enumerate(plan.needs):
+        arriving: list[list[Interval]] = [[] for _ in plan.names]
         for segment in plan.segments:
             if rank in segment.tp_ranks:
                 for interval in segment.intervals:
                     arriving[interval.tensor].append(interval)
-        for tensor, name in enumerate(plan.names):
-            _check_exact(name, plan.shapes[name], table[name], arriving.pop(tensor, []), rank)
+        for name, intervals in zip(plan.names, arriving, strict=True):
+            need = table[name]
+            if len(intervals) != 1 or intervals[0][1:4] != need:
+                _check_exact(name, plan.shapes[name], need, intervals, rank)
 
 
 def check_routes(plan: ReshardPlan) -> None:
     """Every worker of every segment has one sender, which holds it or passes on what it receives itself."""
     if len(plan.routes) != len(plan.segments):
         raise ReshardError(f"reshard plan: {len(plan.segments)} segments, but senders for {len(plan.routes)}")
-    node = plan.placement.node
-    for segment, senders in zip(plan.segments, plan.routes, strict=True):
-        workers = plan.members.workers_of(segment)
+    holding = np.array(plan.holding_of)
+    for segment, route in zip(plan.segments, plan.routes, strict=True):
+        workers, senders = plan.workers_of(segment), np.array(route)
         if len(senders) != len(workers):
             raise ReshardError(
                 f"reshard plan: {_first(plan, segment)} goes to {len(workers)} workers, but has "
                 f"{len(senders)} senders"
             )
-        sender_of = dict(zip(workers, senders, strict=True))
-        for worker, sender in sender_of.items():
-            if 0 <= sender < plan.num_trainers:
-                if plan.holding_of[sender] not in segment.holdings:
-                    raise ReshardError(
-                        f"reshard plan: {_first(plan, segment)} goes to {_worker(plan, worker)} from trainer "
-                        f"rank {sender}, which does not hold it"
-                    )
-            elif not 0 <= sender_of.get(sender, -1) < plan.num_trainers or node(sender) != node(worker):
-                raise ReshardError(
-                    f"reshard plan: {_first(plan, segment)} goes to {_worker(plan, worker)} from "
-                    f"{_worker(plan, sender)}, which must be on the same node and receive it from a trainer rank"
-                )
+        holds = np.zeros(len(plan.holdings), dtype=bool)
+        holds[list(segment.holdings)] = True
+        direct = (senders >= 0) & (senders < plan.num_trainers)
+        wrong = direct & ~holds[holding[np.where(direct, senders, 0)]]
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ReshardError(
+                f"reshard plan: {_first(plan, segment)} goes to {_worker(plan, workers[at])} from trainer "
+                f"rank {senders[at]}, which does not hold it"
+            )
+        if not direct.all():
+            _check_relays(plan, segment, direct, senders)
+
+
+def _check_relays(plan: ReshardPlan, segment: Segment, direct: Bools, senders: Ints) -> None:
+    """Whoever is no trainer rank must be a worker of the same node that one sends the segment to."""
+    workers, node = plan.workers_of(segment), plan.placement.node
+    first_hand = set(workers[direct].tolist())
+    for worker, sender in zip(workers[~direct].tolist(), senders[~direct].tolist(), strict=True):
+        if sender not in first_hand or node(sender) != node(worker):
+            raise ReshardError(
+                f"reshard plan: {_first(plan, segment)} goes to {_worker(plan, worker)} from "
+                f"{_worker(plan, sender)}, which must be on the same node and receive it from a trainer rank"
+            )
 
 
 def check_buckets(plan: ReshardPlan) -> None:
@@ -116,22 +134,24 @@ def check_buckets(plan: ReshardPlan) -> None:
             )
 
 
-def check_totals(plan: ReshardPlan, needs: Sequence[Mapping[str, Need]]) -> None:
+def check_totals(plan: ReshardPlan) -> None:
     """Bytes out of all senders, into all workers, and of all needs are the same."""
-    needed = [sum(_need_bytes(plan, name, need) for name, need in table.items()) for table in needs]
-    received = [0] * plan.num_workers
+    needed = [
+        sum(need_bytes(plan.shapes[name], need, plan.element_bytes) for name, need in table.items())
+        for table in plan.needs
+    ]
+    received = np.zeros(plan.num_trainers + plan.num_workers, dtype=np.int64)
     sent = 0
     for segment, senders in zip(plan.segments, plan.routes, strict=True):
         sent += segment.bytes * len(senders)
-        for worker in plan.members.workers_of(segment):
-            received[worker - plan.num_trainers] += segment.bytes
-    for worker, size in enumerate(received):
+        received[plan.workers_of(segment)] += segment.bytes
+    for worker, size in enumerate(received[plan.num_trainers :].tolist()):
         if size != needed[worker % plan.target_tp]:
             raise ReshardError(
                 f"reshard plan: worker {worker} receives {size} bytes, but needs {needed[worker % plan.target_tp]}"
             )
-    if sent != sum(received):
-        raise ReshardError(f"reshard plan: {sent} bytes leave, {sum(received)} arrive")
+    if sent != received.sum():
+        raise ReshardError(f"reshard plan: {sent} bytes leave, {received.sum()} arrive")
 
 
 def _check_size(plan: ReshardPlan, name: str, interval: Interval) -> None:
@@ -175,12 +195,6 @@ def _check_exact(name: str, shape: tuple[int, ...], need: Need, intervals: list[
         raise ReshardError(
             f"reshard plan: {name} for tp rank {rank} along dim {dim} ends at {cursor}, needed up to {end}"
         )
-
-
-def _need_bytes(plan: ReshardPlan, name: str, need: Need) -> int:
-    dim, _, length = need
-    size = prod(plan.shapes[name]) * plan.element_bytes
-    return size if dim is None else size // plan.shapes[name][dim] * length
 
 
 def _span(name: str, interval: Interval) -> str:

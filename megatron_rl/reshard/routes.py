@@ -29,18 +29,18 @@ class Members(NamedTuple):
     def workers(self) -> int:
         return self.target_tp * self.replicas
 
-    def workers_of(self, segment: Segment) -> list[int]:
-        """The members that need a segment, lowest first."""
+    def workers_of(self, tp_ranks: Sequence[int]) -> list[int]:
+        """The members with one of `tp_ranks` in their engine, lowest first."""
         return [
             self.trainers + replica * self.target_tp + rank
             for replica in range(self.replicas)
-            for rank in segment.tp_ranks
+            for rank in tp_ranks
         ]
 
-    def column_of(self, segment: Segment, worker: int) -> int:
-        """The position of a member in `workers_of(segment)`, which must hold it."""
+    def column_of(self, tp_ranks: Sequence[int], worker: int) -> int:
+        """The position of a member in `workers_of(tp_ranks)`, which must hold it."""
         replica, rank = divmod(worker - self.trainers, self.target_tp)
-        return replica * len(segment.tp_ranks) + segment.tp_ranks.index(rank)
+        return replica * len(tp_ranks) + tp_ranks.index(rank)
 
 
 def choose_routes(
@@ -135,7 +135,7 @@ class _Router:
     ) -> None:
         self._holdings, self._members = holdings, members
         self._placement, self._two_tier = placement, two_tier
-        self._total = [0] * (members.trainers + members.target_tp * members.replicas)
+        self._total = [0] * (members.trainers + members.workers)
         self._bucket = list(self._total)
         self.holders = cache(self._holders)
         self.workers = cache(self._workers)
@@ -147,7 +147,7 @@ class _Router:
         """Into how many shares to split a segment so that its holders can send equally much."""
         holders = len(self.holders(segment.holdings)[0])
         nodes = self.workers(segment.tp_ranks)
-        sends = len(nodes) if self._two_tier else sum(len(workers) for workers in nodes.values())
+        sends = len(nodes) if self._two_tier else self._members.replicas * len(segment.tp_ranks)
         even = min(holders // gcd(holders, sends), -(-8 * holders // sends))
         if self._two_tier:
             # as many as there are workers on a node to pass it on
@@ -163,53 +163,52 @@ class _Router:
                 for worker in workers:
                     sender[worker] = self._near(segment, near, worker)
             elif self._two_tier:
-                relay = min(workers, key=self._load)
+                relay = min(workers, key=self._load) if len(workers) > 1 else workers[0]
                 entries.append(relay)
                 for worker in workers:
                     if worker != relay:
                         sender[worker] = relay
-                        self._count(relay, segment)
+                        self._count(relay, segment.bytes)
             else:
                 entries += workers
-        self._spread(segment, holders, entries, sender)
-        return array("i", [sender[worker] for worker in self._members.workers_of(segment)])
+        if entries:
+            self._spread(segment.bytes, holders, entries, sender)
+        return array("i", [sender[worker] for worker in sorted(sender)])
 
     def _near(self, segment: Segment, holders: Sequence[int], worker: int) -> int:
-        own = [rank for rank in holders if self._placement.share_device(rank, worker)]
-        if own:
-            return own[0]  # a copy, which loads no link
+        for rank in holders:
+            if self._placement.share_device(rank, worker):
+                return rank  # a copy, which loads no link
         sender = min(holders, key=self._load)
-        self._count(sender, segment)
+        self._count(sender, segment.bytes)
         return sender
 
     def _spread(
-        self, segment: Segment, holders: Sequence[int], workers: Sequence[int], sender: dict[int, int]
+        self, size: int, holders: Sequence[int], workers: Sequence[int], sender: dict[int, int]
     ) -> None:
         """One holder per worker, always the least loaded."""
-        if not workers:
-            return
         heap = [self._load(rank) for rank in holders]
         heapq.heapify(heap)
         for worker in workers:
-            _, _, rank = heap[0]
+            bucket, total, rank = heap[0]
             sender[worker] = rank
-            self._count(rank, segment)
-            heapq.heapreplace(heap, self._load(rank))
+            heapq.heapreplace(heap, (bucket + size, total + size, rank))
+        for bucket, total, rank in heap:
+            self._bucket[rank], self._total[rank] = bucket, total
 
     def _load(self, member: int) -> tuple[int, int, int]:
         return self._bucket[member], self._total[member], member
 
-    def _count(self, member: int, segment: Segment) -> None:
-        self._bucket[member] += segment.bytes
-        self._total[member] += segment.bytes
+    def _count(self, member: int, size: int) -> None:
+        self._bucket[member] += size
+        self._total[member] += size
 
     def _holders(self, holdings: tuple[int, ...]) -> tuple[list[int], Mapping[int, list[int]]]:
         ranks = sorted(rank for index in holdings for rank in self._holdings[index].ranks)
         return ranks, self._nodes(ranks)
 
     def _workers(self, tp_ranks: tuple[int, ...]) -> Mapping[int, list[int]]:
-        trainers, tp, replicas = self._members
-        return self._nodes(trainers + replica * tp + rank for replica in range(replicas) for rank in tp_ranks)
+        return self._nodes(self._members.workers_of(tp_ranks))
 
     def _nodes(self, members: Iterable[int]) -> dict[int, list[int]]:
         nodes: dict[int, list[int]] = defaultdict(list)

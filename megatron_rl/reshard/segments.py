@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_rl.errors import ReshardError
-from megatron_rl.model.hf_tables import Piece, hf_tensors, source_pieces
+from megatron_rl.model.hf_tables import Piece, source_pieces
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.reshard.buckets import Bucket, slice_bytes
+from megatron_rl.reshard.buckets import Bucket, Part, slice_bytes
 from megatron_rl.reshard.tables import Need
 
 
@@ -85,8 +85,18 @@ def read_holdings(spec: ModelSpec, source: ParallelLayout) -> tuple[Holding, ...
     return tuple(holdings)
 
 
+def stages_of(holdings: Sequence[Holding], source: ParallelLayout) -> dict[str, tuple[int, ...]]:
+    """Per HF tensor, the pipeline stages that hold it."""
+    stages: dict[str, dict[int, None]] = defaultdict(dict)
+    for holding in holdings:
+        _, _, pp_rank = source.coord(holding.ranks[0])
+        for name in holding.pieces:
+            stages[name][pp_rank] = None
+    return {name: tuple(found) for name, found in stages.items()}
+
+
 def build_segments(
-    spec: ModelSpec,
+    shapes: Mapping[str, tuple[int, ...]],
     holdings: Sequence[Holding],
     needs: Sequence[Mapping[str, Need]],
     buckets: Sequence[Bucket],
@@ -98,63 +108,62 @@ def build_segments(
     `needs` has one table per tensor-parallel rank of an engine. Raises ReshardError naming the tensor and
     place that no trainer rank holds.
     """
-    shapes = list(hf_tensors(spec).items())
+    names = list(shapes)
     holders: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for index, holding in enumerate(holdings):
         for name, pieces in holding.pieces.items():
             holders[name] += [(index, piece) for piece in pieces]
+    seen: dict[object, list[_Stretch]] = {}
     for bucket_index, bucket in enumerate(buckets):
         together: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Interval]] = defaultdict(list)
         for part in bucket:
-            name, shape = shapes[part.tensor]
-            for need, tp_ranks in _same_needs(needs, name).items():
-                dim, start, length = need if need[0] is not None else (0, 0, shape[0])
-                assert dim is not None
-                first, end = part.bounds(start, length)
-                row_bytes = slice_bytes(shape, dim, element_bytes)
-                for low, high, group in _held_stretches(name, shape, dim, holders[name], first, end):
-                    size = (high - low) * row_bytes
-                    whole = need[0] is None and high - low == shape[0]
-                    together[tp_ranks, group].append(
-                        Interval(part.tensor, None, 0, 0, size)
-                        if whole
-                        else Interval(part.tensor, dim, low, high - low, size)
-                    )
-        yield from (
-            Segment(bucket_index, tp_ranks, group, tuple(intervals), sum(i.bytes for i in intervals))
-            for (tp_ranks, group), intervals in together.items()
-        )
+            name = names[part.tensor]
+            wanted = tuple(table[name] for table in needs)
+            held = tuple((index, p.hf_dim, p.hf_start, p.length) for index, p in holders[name])
+            # experts and layers repeat, and are cut in the same way
+            alike = shapes[name], wanted, held, part.number, part.parts
+            if alike not in seen:
+                seen[alike] = list(_stretches(name, shapes[name], wanted, holders[name], part, element_bytes))
+            for stretch in seen[alike]:
+                together[stretch.tp_ranks, stretch.holdings].append(Interval(part.tensor, *stretch.span))
+        for (tp_ranks, group), intervals in together.items():
+            size = sum(interval.bytes for interval in intervals)
+            yield Segment(bucket_index, tp_ranks, group, tuple(intervals), size)
 
 
-def _same_needs(needs: Sequence[Mapping[str, Need]], name: str) -> dict[Need, tuple[int, ...]]:
-    """Each interval of the tensor that is needed, and the tp ranks that need it."""
-    ranks: dict[Need, tuple[int, ...]] = {}
-    for rank, table in enumerate(needs):
-        need = table[name]
-        ranks[need] = (*ranks.get(need, ()), rank)
-    return ranks
+class _Stretch(NamedTuple):
+    """A part of one tensor, its tensor left out."""
+
+    tp_ranks: tuple[int, ...]
+    holdings: tuple[int, ...]
+    span: tuple[int | None, int, int, int]  # dim, start, length and bytes of an Interval
 
 
-def _held_stretches(
+def _stretches(
     name: str,
     shape: tuple[int, ...],
-    dim: int,
+    wanted: Sequence[Need],
     holders: Sequence[tuple[int, Piece]],
-    first: int,
-    end: int,
-) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """`first : end` along `dim`, cut where the set of holdings that have it changes: (start, end, holdings)."""
-    spans = [(*_span(name, shape, dim, piece), index) for index, piece in holders]
-    edges = sorted(
-        {first, end, *(edge for low, high, _ in spans for edge in (low, high) if first < edge < end)}
-    )
-    for low, high in pairwise(edges):
-        group = tuple(dict.fromkeys(index for start, stop, index in spans if start <= low and high <= stop))
-        if not group:
-            raise ReshardError(
-                f"reshard plan: a gap in {name}: no trainer rank holds {low} to {high} along dim {dim}"
-            )
-        yield low, high, group
+    part: Part,
+    element_bytes: int,
+) -> Iterator[_Stretch]:
+    """Each interval that is needed, cut where the set of holdings that have it changes."""
+    for need in dict.fromkeys(wanted):
+        tp_ranks = tuple(rank for rank, other in enumerate(wanted) if other == need)
+        dim = need[0] or 0  # a whole tensor is cut along its first dimension, if at all
+        start, length = (0, shape[0]) if need[0] is None else need[1:]
+        first, end = part.bounds(start, length)
+        spans = [(*_span(name, shape, dim, piece), index) for index, piece in holders]
+        inner = {edge for low, high, _ in spans for edge in (low, high) if first < edge < end}
+        for low, high in pairwise(sorted({first, end} | inner)):
+            group = tuple(dict.fromkeys(i for start, stop, i in spans if start <= low and high <= stop))
+            if not group:
+                raise ReshardError(
+                    f"reshard plan: a gap in {name}: no trainer rank holds {low} to {high} along dim {dim}"
+                )
+            size = (high - low) * slice_bytes(shape, dim, element_bytes)
+            whole = need[0] is None and high - low == shape[0]
+            yield _Stretch(tp_ranks, group, (None, 0, 0, size) if whole else (dim, low, high - low, size))
 
 
 def _span(name: str, shape: tuple[int, ...], dim: int, piece: Piece) -> tuple[int, int]:

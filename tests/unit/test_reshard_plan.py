@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megatron_rl.errors import LayoutError, ReshardError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.reshard.execute import check_seal, pack, unpack
 from megatron_rl.reshard.plan import plan_from_inputs, plan_reshard
 from megatron_rl.reshard.tables import target_needs
 
@@ -55,7 +53,7 @@ def test_qwen3_8b_moves_the_minimum_and_loads_senders_evenly():
     norms = (36 * 2 + 1) * 4096 * 2 + 36 * 2 * 128 * 2
     assert plan.bytes_moved() == 4 * (facts["model_bytes"] + norms)
     assert facts["send_imbalance"] < 1.05
-    assert "busiest sender / mean 1.0" in plan.explain()
+    assert "max/mean 1.0" in plan.explain()
 
 
 def test_a_single_kv_head_is_replicated_on_every_worker():
@@ -117,43 +115,3 @@ def test_a_process_with_another_plan_is_refused():
     plan = plan_reshard(TINY, ParallelLayout(tp=2), target_tp=1, replicas=1, element_bytes=4)
     with pytest.raises(ReshardError, match="same version"):
         plan_from_inputs({**plan.inputs(), "element_bytes": 2}, digest=plan.digest())
-
-
-def sealed_buffer():
-    plan = plan_reshard(TINY, ParallelLayout(), target_tp=1, replicas=1, element_bytes=4)
-    transfers = [t for _, t in received(plan, 0) if "norm" in t.hf_name]
-    params = [{t.param: torch.arange(8.0) for t in transfers}]
-    return plan, transfers, params, pack(plan, transfers, params, dtype=torch.float32, version=5)
-
-
-def test_one_flipped_byte_is_found():
-    plan, _, _, buffer = sealed_buffer()
-    buffer[17] ^= 1
-    with pytest.raises(ReshardError, match="rank 0 do not match their digest"):
-        check_seal(plan, buffer, version=5, source=0)
-
-
-def test_another_version_is_found():
-    plan, _, _, buffer = sealed_buffer()
-    with pytest.raises(ReshardError, match="sent version 5, expected 6"):
-        check_seal(plan, buffer, version=6, source=0)
-
-
-def test_bytes_that_did_not_arrive_are_named_by_their_sender():
-    plan, _, _, buffer = sealed_buffer()
-    with pytest.raises(ReshardError, match="from trainer rank 0"):
-        unpack(plan, 0, {(0, 0): buffer[:-24]}, dtype=torch.float32)
-
-
-def test_a_parameter_that_is_not_there_is_named():
-    plan, transfers, params, _ = sealed_buffer()
-    del params[0]["decoder.final_layernorm.weight"]
-    with pytest.raises(ReshardError, match=r"model\.norm\.weight .* decoder\.final_layernorm\.weight"):
-        pack(plan, transfers, params, dtype=torch.float32, version=5)
-
-
-def test_a_parameter_of_the_wrong_shape_is_named():
-    plan, transfers, params, _ = sealed_buffer()
-    params[0]["decoder.final_layernorm.weight"] = torch.zeros(7)
-    with pytest.raises(ReshardError, match=r"decoder\.final_layernorm\.weight .*\[7\]"):
-        pack(plan, transfers, params, dtype=torch.float32, version=5)
