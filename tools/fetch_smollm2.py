@@ -173,12 +173,13 @@ def build_config(gguf: Path, fields: Mapping[str, Any], *, tied: bool) -> dict[s
         "head_dim": hidden // heads,
         "max_position_embeddings": fields["llama.context_length"],
         "rms_norm_eps": _short(fields["llama.attention.layer_norm_rms_epsilon"]),
-        # transformers 4 reads the first, transformers 5 the second
+        # each twice: as transformers 4 reads it, and as transformers 5 does
         "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "torch_dtype": "float32",
+        "dtype": "float32",
         "tie_word_embeddings": tied,
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "dtype": "float32",
         **_special_ids(fields),
     }
 
