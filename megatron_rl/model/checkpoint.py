@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import nn
 from megatron_rl.errors import CheckpointError, LostPeerError
 from megatron_rl.model import checkpoint_files as files
 from megatron_rl.model.build import unwrapped
-from megatron_rl.model.checkpoint_files import SavedState
+from megatron_rl.model.checkpoint_files import MODEL_DIR, SavedState
 from megatron_rl.model.checkpoint_tensors import Prepared, prepare_sharded, read_sharded, write_sharded
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.schema import Recipe
@@ -31,7 +30,6 @@ __all__ = ["CheckpointStore", "SavedState", "Trainable"]
 
 T = TypeVar("T")
 
-_MODEL_DIR = "model"
 _OPTIMIZER_DIR = "optimizer"
 _OPTIMIZER_FORMAT = {
     # whole tensors under the names of the parameters they belong to, so that any layout can read them
@@ -111,8 +109,8 @@ class CheckpointStore:
         missing, unexpected or unreadable, and for a checkpoint of another model.
         """
         # megatron-core reads an embedding of any number of rows: its padding differs with the layout
-        files.check_same_model(saved, _flat_spec(policy))
-        loaded = read_sharded(_model_state(policy), saved.path / _MODEL_DIR)
+        files.check_same_model(saved, files.flat_spec(policy.spec))
+        loaded = read_sharded(_model_state(policy), saved.path / MODEL_DIR)
         for number, chunk in enumerate(policy.ddp_chunks):
             unwrapped(chunk).load_state_dict(loaded[f"model{number}"])
 
@@ -136,7 +134,7 @@ class CheckpointStore:
         if json.loads(json.dumps(progress)) != progress:
             raise CheckpointError(f"progress: got {progress!r}, must be plain JSON: text keys, no tuples")
         directory = files.start_checkpoint(self._root, name)
-        for part in [_MODEL_DIR] + [_OPTIMIZER_DIR] * (policy.optimizer.num_steps > 0):
+        for part in [MODEL_DIR] + [_OPTIMIZER_DIR] * (policy.optimizer.num_steps > 0):
             (directory / part).mkdir()
 
     def _write(self, prepared: Mapping[str, Prepared], directory: Path) -> None:
@@ -150,7 +148,7 @@ class CheckpointStore:
             progress=progress,
             optimizer_steps=policy.optimizer.num_steps,
             recipe=self._recipe,
-            model=_flat_spec(policy),
+            model=files.flat_spec(policy.spec),
             versions={package: version(package) for package in ("torch", "megatron-core")},
         )
         files.retain_newest(self._root, self._keep)
@@ -193,14 +191,9 @@ class CheckpointStore:
 def _sharded_states(policy: Trainable) -> dict[str, dict[str, Any]]:
     model = _model_state(policy)
     if policy.optimizer.num_steps == 0:
-        return {_MODEL_DIR: model}
+        return {MODEL_DIR: model}
     optimizer = policy.optimizer.inner.sharded_state_dict(model, metadata=dict(_OPTIMIZER_FORMAT))
-    return {_MODEL_DIR: model, _OPTIMIZER_DIR: {"optimizer": optimizer}}
-
-
-def _flat_spec(policy: Trainable) -> dict[str, Any]:
-    """The model's numbers as JSON gives them back."""
-    return dict(json.loads(json.dumps(asdict(policy.spec))))
+    return {MODEL_DIR: model, _OPTIMIZER_DIR: {"optimizer": optimizer}}
 
 
 def _prepared(states: Mapping[str, dict[str, Any]]) -> dict[str, Prepared]:

@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.model.new_directory import sync
+from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.origins import leaves
 from megatron_rl.recipe.schema import Recipe
 
 STATE_FILE = "state.json"
 LATEST_FILE = "latest"
+MODEL_DIR = "model"
+CHECKPOINTS_DIR = "checkpoints"  # of a run directory
 _FORMAT = 1
 _NAME = re.compile(r"stage_(\d+)_step_(\d+)")
 _STAGE_KEY = re.compile(r"stages\.(\d+)\.")
@@ -55,6 +58,8 @@ class SavedState:
     optimizer_steps: int             # optimizer steps of the stage so far
     recipe: Mapping[str, Any]        # dotted key: value, of the run that saved it
     model: Mapping[str, Any]         # the numbers of its ModelSpec
+    # HF tensor: dtype it came in, of those that an import had to store in a wider one
+    hf_dtypes: Mapping[str, str] = field(default_factory=dict)
 
 
 def flat_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -98,6 +103,37 @@ def publish_checkpoint(
     Everything is on the disk before the rename, so a checkpoint with a name is a complete one.
     """
     root, name = directory.parent, checkpoint_name(progress)
+    write_state(
+        directory,
+        progress=progress,
+        optimizer_steps=optimizer_steps,
+        recipe=recipe,
+        model=model,
+        versions=versions,
+    )
+    for path in sorted(directory.rglob("*")):
+        sync(path)
+    sync(directory)
+    if (root / name).exists():
+        # left over from before the run was taken back to an earlier checkpoint
+        _remove(root / name)
+    directory.rename(root / name)
+    sync(root)
+    _write_latest(root, name)
+    return root / name
+
+
+def write_state(
+    directory: Path,
+    *,
+    progress: Mapping[str, Any],
+    optimizer_steps: int,
+    recipe: Mapping[str, Any],
+    model: Mapping[str, Any],
+    versions: Mapping[str, str],
+    hf_dtypes: Mapping[str, str] | None = None,
+) -> None:
+    """Write the state file of the checkpoint in `directory`, when all its other files are there."""
     state = {
         "format": _FORMAT,
         "progress": progress,
@@ -105,19 +141,10 @@ def publish_checkpoint(
         "recipe": recipe,
         "model": model,
         "versions": versions,
+        "hf_dtypes": hf_dtypes or {},
         "files": _inventory(directory),
     }
     (directory / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-    for path in sorted(directory.rglob("*")):
-        _sync(path)
-    _sync(directory)
-    if (root / name).exists():
-        # left over from before the run was taken back to an earlier checkpoint
-        _remove(root / name)
-    directory.rename(root / name)
-    _sync(root)
-    _write_latest(root, name)
-    return root / name
 
 
 def retain_newest(root: Path, keep: int) -> None:
@@ -154,10 +181,30 @@ def find_latest(root: Path) -> SavedState | None:
     return read_state(root / name)
 
 
+def find_checkpoint(path: Path) -> SavedState:
+    """The checkpoint in `path`, or the latest one of the run directory `path`.
+
+    Raises CheckpointError for a directory that is neither, and for a checkpoint that is not complete.
+    """
+    if (path / STATE_FILE).is_file():
+        return read_state(path)
+    for root in (path / CHECKPOINTS_DIR, path):
+        if root.is_dir() and (saved := find_latest(root)) is not None:
+            return saved
+    if any(path.glob(f"{MODEL_DIR}/*.distcp")):
+        raise CheckpointError(f"{path}: holds no {STATE_FILE}, so it was not finished; use another checkpoint")
+    raise CheckpointError(
+        f"{path}: is neither a checkpoint ({STATE_FILE}) nor a run directory with one ({CHECKPOINTS_DIR}/)"
+    )
+
+
 def read_state(path: Path) -> SavedState:
     """The state of the checkpoint in `path`, with every file there in its full size."""
     file = path / STATE_FILE
-    advice = f"write the name of an older checkpoint into {path.parent / LATEST_FILE}, or start a new run"
+    latest = path.parent / LATEST_FILE
+    advice = f"write the name of an older checkpoint into {latest}, or start a new run"
+    if not latest.is_file():
+        advice = "copy or make it again"
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
         if state["format"] != _FORMAT:
@@ -169,6 +216,7 @@ def read_state(path: Path) -> SavedState:
             optimizer_steps=int(state["optimizer_steps"]),
             recipe=dict(state["recipe"]),
             model=dict(state["model"]),
+            hf_dtypes=dict(state.get("hf_dtypes", {})),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: not a complete state of a checkpoint: {error!r}; {advice}") from None
@@ -196,13 +244,18 @@ def check_same_recipe(saved: SavedState, recipe: Mapping[str, Any]) -> None:
         )
 
 
-def check_same_model(saved: SavedState, model: Mapping[str, Any]) -> None:
-    """Raises CheckpointError listing each number in which the model of this run differs from the saved one."""
+def flat_spec(spec: ModelSpec) -> dict[str, Any]:
+    """The model's numbers as JSON gives them back."""
+    return dict(json.loads(json.dumps(asdict(spec))))
+
+
+def check_same_model(saved: SavedState, model: Mapping[str, Any], *, place: str = "model.hf_path") -> None:
+    """Raises CheckpointError listing each number in which the model at `place` differs from the saved one."""
     different = _differences(saved.model, model)
     if different:
         raise CheckpointError(
-            f"{saved.path}: holds another model than model.hf_path ({_list(different, '; ')}); put the model back "
-            "that the run began with, or start a new run"
+            f"{saved.path}: holds another model than {place} ({_list(different, '; ')}); name the directory "
+            "of the model that it holds, or use another checkpoint"
         )
 
 
@@ -253,9 +306,9 @@ def _latest_name(root: Path) -> str | None:
 def _write_latest(root: Path, name: str) -> None:
     partial = root / f".{LATEST_FILE}"
     partial.write_text(name + "\n", encoding="utf-8")
-    _sync(partial)
+    sync(partial)
     partial.replace(root / LATEST_FILE)
-    _sync(root)
+    sync(root)
 
 
 def _inventory(directory: Path) -> dict[str, int]:
@@ -269,15 +322,6 @@ def _remove(path: Path) -> None:
     doomed = path.with_name(f".old-{path.name}")
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's bytes, or a directory's entries, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _list(names: list[str], separator: str = ", ") -> str:

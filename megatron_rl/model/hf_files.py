@@ -141,7 +141,7 @@ def check_tensors(checkpoint: HfCheckpoint, spec: ModelSpec) -> None:
     missing = [name for name in wanted if name not in found]
     if missing:
         complaints.append(f"missing: {listed(missing)}")
-    unexpected = sorted(name for name in found if name not in wanted and not _is_harmless(name, spec))
+    unexpected = sorted(name for name in found if name not in wanted and not is_harmless(name, spec))
     if unexpected:
         complaints.append(f"unexpected: {listed(unexpected)}")
     shapes = {name: (checkpoint.shape(name), shape) for name, shape in wanted.items() if name in found}
@@ -157,8 +157,8 @@ def check_tensors(checkpoint: HfCheckpoint, spec: ModelSpec) -> None:
         )
 
 
-def _is_harmless(name: str, spec: ModelSpec) -> bool:
-    """Buffers that old transformers saved, and the head of a tied model (`load_hf` compares it)."""
+def is_harmless(name: str, spec: ModelSpec) -> bool:
+    """Buffers that old transformers saved, and the head of a tied model, which `load_hf` compares."""
     return name.endswith("rotary_emb.inv_freq") or (name == HEAD and spec.tied)
 
 

@@ -68,19 +68,37 @@ class TensorFile:
                 read = read.narrow(dim, starts[dim], out.shape[dim])
             out[first : first + rows_per_block].copy_(read)
 
-    def _fill(self, out: Tensor, begin: int) -> None:
-        view = tensor_bytes(out)
+    def read_at(self, begin: int, view: memoryview) -> int:
+        """Fill `view` as far as the file reaches; the number of bytes."""
         self._file.seek(begin)
         done = 0
-        while done < len(view):
-            count = self._file.readinto(view[done:])
-            if not count:
-                raise EOFError(
-                    f"{self.path}: ends after {begin + done} bytes, {len(view) - done} are missing"
-                )
+        while done < len(view) and (count := self._file.readinto(view[done:])):
             done += count
+        return done
+
+    def _fill(self, out: Tensor, begin: int) -> None:
+        view = tensor_bytes(out)
+        done = self.read_at(begin, view)
+        if done < len(view):
+            raise EOFError(f"{self.path}: ends after {begin + done} bytes, {len(view) - done} are missing")
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+class Scratch:
+    """Memory for one tensor at a time, used again and again: fresh memory costs a page fault every few kilobytes."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor with a storage of its size; it is gone with the next call."""
+        count = math.prod(shape)
+        if self._memory.nbytes < count * dtype.itemsize:
+            # the smaller one goes before the larger one comes
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+        return torch.frombuffer(tensor_bytes(self._memory), dtype=dtype, count=count).view(tuple(shape))
