@@ -148,7 +148,10 @@ def convert(gguf: Path, out: Path) -> None:
     wanted, found = hf_tensors(spec), {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
         raise ModelError(f"{gguf}: tensors missing, unexpected or of another shape: {', '.join(wrong)}")
-    save_file({name: tensors[name] for name in wanted}, out / "model.safetensors", metadata={"format": "pt"})
+    weights = out / "model.safetensors"
+    save_file({name: tensors[name] for name in wanted}, weights, metadata={"format": "pt"})
+    # safetensors keeps it to its owner, unlike the files beside it
+    weights.chmod((out / "config.json").stat().st_mode)
 
 
 def build_config(gguf: Path, fields: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:

