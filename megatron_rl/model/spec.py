@@ -72,11 +72,12 @@ class ModelSpec:
 
     @classmethod
     def from_hf(cls, hf_path: str | Path) -> ModelSpec:
-        """Read `config.json` of a Hugging Face directory, as transformers 4 or 5 writes it.
+        """Read `config.json` of a Hugging Face directory (or that file itself), as transformers 4 or 5 writes it.
 
         Raises ModelError that names the file and the key for whatever cannot be built exactly.
         """
-        return _ConfigReader(Path(hf_path) / "config.json").spec()
+        path = Path(hf_path)
+        return _ConfigReader(path if path.is_file() else path / "config.json").spec()
 
     def check_layout(self, layout: ParallelLayout) -> None:
         """Raise LayoutError, naming the nearest degrees that work, when `layout` cannot split this model."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_rl.errors import ReshardError
 from megatron_rl.model.hf_tables import hf_tensors
-from megatron_rl.model.spec import ModelSpec, MoeSpec, RopeScaling
+from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.reshard.buckets import DEFAULT_BUCKET_BYTES, Bucket, completed, cut_buckets, travel_order
 from megatron_rl.reshard.placement import Placement
@@ -337,12 +337,8 @@ def check_placement(placement: Placement, members: Members) -> None:
 
 def plan_from_inputs(inputs: Mapping[str, Any], *, digest: str) -> ReshardPlan:
     """Rebuild a plan from `ReshardPlan.inputs`. Raises ReshardError when it is not the plan with `digest`."""
-    spec = dict(inputs["spec"])
-    for key, kind in (("rope_scaling", RopeScaling), ("moe", MoeSpec)):
-        if spec[key] is not None:
-            spec[key] = kind(**spec[key])
     plan = plan_reshard(
-        ModelSpec(**spec),
+        ModelSpec.from_plain(inputs["spec"]),
         ParallelLayout(**inputs["source"]),
         target_tp=inputs["target_tp"],
         replicas=inputs["replicas"],

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_rl.reshard.buckets import need_bytes
 from megatron_rl.reshard.segments import Segment
 
 if TYPE_CHECKING:
@@ -23,17 +24,18 @@ def summarise(plan: ReshardPlan) -> dict[str, Any]:
     """Sizes in bytes, counts and ratios; plain JSON types.
 
     `bytes_moved` is what arrives at all workers: `local_bytes` by a copy on one device, the rest on wires,
-    inside nodes or between them. `minimum_bytes` is the least that wires must carry when every worker receives
-    all that it needs and its device does not hold, `cross_node_minimum_bytes` the least that must enter nodes
-    when one copy per node is enough. `broadcast_bytes`: whole tensors to every worker. The peaks are what the
-    busiest member has in two consecutive buckets.
+    inside nodes or between them; what members send and receive is that on wires. `minimum_bytes` is the least
+    that wires must carry for every worker to have all that it needs, `cross_node_minimum_bytes` the least that
+    must enter nodes when one copy for a node is enough. `broadcast_bytes`: whole tensors to every worker. The
+    peaks are what the busiest member has in two consecutive buckets, copies included.
     """
     traffic = _traffic(plan)
-    least_local, least_entering = _minimum(plan)
+    on_device, least_entering = _minimum(plan)
+    minimum = needed_bytes(plan) - on_device
     sent, received = traffic.sent.sum(axis=0), traffic.received.sum(axis=0)
-    trainers, relayed = sent[: plan.num_trainers], sent[plan.num_trainers :]
+    trainers, workers = sent[: plan.num_trainers], received[plan.num_trainers :]
+    on_wires = int(received.sum())
     model_bytes = sum(prod(shape) for shape in plan.shapes.values()) * plan.element_bytes
-    moved = int(received.sum())
     slices = [interval.bytes for segment in plan.segments for interval in segment.intervals]
     return {
         "source": asdict(plan.source),
@@ -42,12 +44,12 @@ def summarise(plan: ReshardPlan) -> dict[str, Any]:
         "two_tier": plan.two_tier,
         "element_bytes": plan.element_bytes,
         "model_bytes": model_bytes,
-        "bytes_moved": moved,
+        "bytes_moved": on_wires + traffic.local,
         "local_bytes": traffic.local,
-        "intra_node_bytes": moved - traffic.local - traffic.cross,
+        "intra_node_bytes": on_wires - traffic.cross,
         "cross_node_bytes": traffic.cross,
-        "minimum_bytes": moved - least_local,
-        "ratio_to_minimum": _ratio(moved - traffic.local, moved - least_local),
+        "minimum_bytes": minimum,
+        "ratio_to_minimum": _ratio(on_wires, minimum),
         "cross_node_minimum_bytes": least_entering,
         "cross_node_ratio": _ratio(traffic.cross, least_entering),
         "broadcast_bytes": model_bytes * plan.num_workers,
@@ -59,17 +61,31 @@ def summarise(plan: ReshardPlan) -> dict[str, Any]:
         "largest_slice_bytes": max(slices),
         "sent_bytes": _table(trainers),
         "send_imbalance": _imbalance(trainers),
-        "received_bytes": _table(received[plan.num_trainers :]),
-        "receive_imbalance": _imbalance(received[plan.num_trainers :]),
-        "relayed_bytes": _table(relayed) if plan.two_tier else {},
-        "peak_send_bytes": _peak(traffic.sent),
-        "peak_receive_bytes": _peak(traffic.received),
+        "received_bytes": _table(workers),
+        "receive_imbalance": _imbalance(workers),
+        "relayed_bytes": _table(sent[plan.num_trainers :]) if plan.two_tier else {},
+        "peak_send_bytes": _peak(traffic.packed),
+        "peak_receive_bytes": _peak(traffic.unpacked),
     }
 
 
-class _Traffic(NamedTuple):
-    sent: Ints  # [buckets, members] bytes, copies on one device included
-    received: Ints  # [buckets, members]
+def needed_bytes(plan: ReshardPlan) -> int:
+    """Bytes of everything that workers need, from the needs alone."""
+    return plan.replicas * sum(
+        need_bytes(plan.shapes[name], need, plan.element_bytes)
+        for table in plan.needs
+        for name, need in table.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """Bytes per bucket and member, on wires and together with copies on one device, and totals."""
+
+    sent: Ints
+    received: Ints
+    packed: Ints
+    unpacked: Ints
     local: int
     cross: int
     messages: int
@@ -78,20 +94,24 @@ class _Traffic(NamedTuple):
 
 def _traffic(plan: ReshardPlan) -> _Traffic:
     members = plan.num_trainers + plan.num_workers
-    sent = np.zeros((plan.num_buckets, members), dtype=np.int64)
-    received = np.zeros_like(sent)
+    packed, unpacked, sent, received = np.zeros((4, plan.num_buckets, members), dtype=np.int64)
     node = np.array([plan.placement.node(member) for member in range(members)])
     device = np.array([_device_number(plan, member) for member in range(members)])
-    local = cross = transfers = 0
+    cross = transfers = 0
     pairs: list[set[int]] = [set() for _ in range(plan.num_buckets)]
     for segment, senders, workers in _routes(plan):
-        sent[segment.bucket] += np.bincount(senders, minlength=members) * segment.bytes
-        received[segment.bucket, workers] += segment.bytes
-        local += int(np.count_nonzero(device[senders] == device[workers])) * segment.bytes
-        cross += int(np.count_nonzero(node[senders] != node[workers])) * segment.bytes
+        bucket, size = segment.bucket, segment.bytes
+        on_wire = device[senders] != device[workers]
+        packed[bucket] += np.bincount(senders, minlength=members) * size
+        sent[bucket] += np.bincount(senders[on_wire], minlength=members) * size
+        unpacked[bucket, workers] += size
+        received[bucket, workers[on_wire]] += size
+        cross += int(np.count_nonzero(node[senders] != node[workers])) * size
         transfers += len(segment.intervals) * len(workers)
-        pairs[segment.bucket].update((senders * members + workers).tolist())
-    return _Traffic(sent, received, local, cross, sum(len(found) for found in pairs), transfers)
+        pairs[bucket].update((senders * members + workers).tolist())
+    messages = sum(len(found) for found in pairs)
+    local = int(unpacked.sum() - received.sum())
+    return _Traffic(sent, received, packed, unpacked, local, cross, messages, transfers)
 
 
 def _routes(plan: ReshardPlan) -> Iterator[tuple[Segment, Ints, Ints]]:

@@ -13,7 +13,7 @@ from megatron_rl.reshard.segments import Segment
 if TYPE_CHECKING:
     from megatron_rl.reshard.plan import ReshardPlan
 
-_SHOWN = 16  # members listed one by one
+_SHOWN = 12  # members that are listed
 
 
 def summary_lines(facts: Mapping[str, Any]) -> list[str]:
@@ -36,43 +36,36 @@ def summary_lines(facts: Mapping[str, Any]) -> list[str]:
 
 def explain(facts: Mapping[str, Any], digest: str) -> str:
     """Everything in `ReshardPlan.summary`, for a person."""
-    source, target = facts["source"], facts["target"]
+    target, sent, received = facts["target"], facts["sent_bytes"], facts["received_bytes"]
+    engines = f"{target['replicas']} engine{'s' if target['replicas'] > 1 else ''} of tp {target['tp']}"
+    once = ", every byte enters a node at most once" if facts["two_tier"] else ""
+    slices = f"{size_text(facts['smallest_slice_bytes'])} to {size_text(facts['largest_slice_bytes'])}"
     rows = [
-        ("from", f"{len(facts['sent_bytes'])} trainer ranks: {_layout(source)}"),
-        (
-            "to",
-            f"{target['replicas']} engine(s) of tp {target['tp']}: {len(facts['received_bytes'])} workers",
-        ),
-        (
-            "nodes",
-            f"{facts['nodes']}" + (", every byte enters a node at most once" if facts["two_tier"] else ""),
-        ),
+        ("from", f"{_count(len(sent), 'trainer rank')}: {_layout(facts['source'])}"),
+        ("to", f"{engines}: {_count(len(received), 'worker')}"),
+        ("on", _count(facts["nodes"], "node") + once),
         ("model", f"{size_text(facts['model_bytes'])} at {facts['element_bytes']} bytes per element"),
         ("", ""),
         (
-            "moved",
-            f"{size_text(facts['bytes_moved'])}, {facts['ratio_to_minimum']:.3f} x what the workers lack",
+            "moves",
+            f"{size_text(facts['bytes_moved'])}, {_of_least(facts['ratio_to_minimum'])}: each worker its part",
         ),
-        ("  same device", size_text(facts["local_bytes"])),
+        ("  on one device", size_text(facts["local_bytes"])),
         ("  inside nodes", size_text(facts["intra_node_bytes"])),
         ("  between nodes", _between(facts)),
-        ("a broadcast", f"{size_text(facts['broadcast_bytes'])}: whole tensors to every worker"),
+        ("instead of", f"{size_text(facts['broadcast_bytes'])}, were whole tensors sent to every worker"),
         ("", ""),
-        ("each rank sends", _balance(facts["sent_bytes"], facts["send_imbalance"])),
-        ("  ", _members(facts["sent_bytes"])),
-        ("a worker receives", _balance(facts["received_bytes"], facts["receive_imbalance"])),
-        ("  ", _members(facts["received_bytes"])),
-    ]
-    if facts["two_tier"]:
-        rows.append(("  and passes on", _spread(facts["relayed_bytes"].values())))
-    slices = f"{size_text(facts['smallest_slice_bytes'])} to {size_text(facts['largest_slice_bytes'])}"
-    rows += [
+        ("trainer ranks send", f"{_spread(sent.values())}, max/mean {facts['send_imbalance']:.2f}"),
+        *_extremes(sent, "rank"),
+        ("workers receive", f"{_spread(received.values())}, max/mean {facts['receive_imbalance']:.2f}"),
+        *_extremes(received, "worker"),
+        *([("  and pass on", _spread(facts["relayed_bytes"].values()))] if facts["two_tier"] else []),
         ("", ""),
         ("buckets", f"{facts['buckets']:,} of at most {size_text(facts['bucket_bytes'])} per worker"),
-        ("messages", f"{facts['messages']:,} of {facts['transfers']:,} slices, {slices} each"),
+        ("messages", f"{facts['messages']:,} of together {facts['transfers']:,} slices, {slices} each"),
         (
-            "two buckets hold",
-            f"at most {size_text(facts['peak_send_bytes'])} on a sender, "
+            "peak of 2 buckets",
+            f"{size_text(facts['peak_send_bytes'])} on the busiest sender, "
             f"{size_text(facts['peak_receive_bytes'])} on a receiver",
         ),
         ("digest", digest),
@@ -108,9 +101,13 @@ def size_text(size: float) -> str:
     """Bytes in the largest unit that leaves a number of at least 1."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+            return f"{_short(size)} {unit}"
         size /= 1024
-    return f"{size:,.1f} TiB"
+    return f"{_short(size)} TiB"
+
+
+def _short(number: float) -> str:
+    return f"{number:,.1f}".removesuffix(".0")
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
@@ -122,8 +119,7 @@ def ranges_text(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     words = [f"{low}" if low == high else f"{low}-{high}" for low, high in runs]
-    more = [f"... {len(words) - _SHOWN} more"] if len(words) > _SHOWN + 1 else []
-    return ", ".join([*(words[:_SHOWN] if more else words), *more])
+    return _some(words)
 
 
 def _held(plan: ReshardPlan, name: str) -> Iterator[str]:
@@ -172,9 +168,14 @@ def _senders(plan: ReshardPlan, segment: Segment, senders: Sequence[int]) -> Ite
     receivers: dict[int, list[int]] = defaultdict(list)
     for worker, sender in zip(plan.workers_of(segment).tolist(), senders, strict=True):
         receivers[sender].append(worker - plan.num_trainers)
+    passed_on = []
     for sender, workers in sorted(receivers.items()):
-        who = f"rank {sender}" if sender < plan.num_trainers else f"worker {sender - plan.num_trainers}"
-        yield f"{who} to worker {ranges_text(workers)}"
+        if sender < plan.num_trainers:
+            yield f"rank {sender} to worker {ranges_text(workers)}"
+        else:
+            passed_on.append(f"worker {sender - plan.num_trainers} to {ranges_text(workers)}")
+    if passed_on:
+        yield f"passed on by {_some(passed_on)}"
 
 
 def _range(dim: int, start: int, length: int) -> str:
@@ -183,10 +184,19 @@ def _range(dim: int, start: int, length: int) -> str:
 
 def _between(facts: Mapping[str, Any]) -> str:
     text = size_text(facts["cross_node_bytes"])
-    if facts["cross_node_ratio"] > 1.0005:
-        least = size_text(facts["cross_node_minimum_bytes"])
-        return f"{text}, {facts['cross_node_ratio']:.2f} x the {least} of a two-tier plan"
+    if facts["cross_node_bytes"]:
+        text += f", {_of_least(facts['cross_node_ratio'])}: each node its parts once"
+    if facts["cross_node_ratio"] > 1.05:
+        text += " (two tiers would do that)"
     return text
+
+
+def _of_least(ratio: float) -> str:
+    return f"{ratio:.3f} x the minimum"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' if number != 1 else ''}"
 
 
 def _layout(source: Mapping[str, Any]) -> str:
@@ -200,22 +210,24 @@ def _layout(source: Mapping[str, Any]) -> str:
     return ", ".join(degrees)
 
 
-def _balance(sizes: Mapping[int, int], imbalance: float) -> str:
-    return f"{_spread(sizes.values())}, max/mean {imbalance:.2f}"
-
-
 def _spread(sizes: Iterable[int]) -> str:
     sizes = list(sizes)
     low, high = size_text(min(sizes)), size_text(max(sizes))
-    return low if low == high else f"{low} to {high}"
+    if low == high:
+        return f"{low} each"
+    return f"{low} to {high} each"
 
 
-def _members(sizes: Mapping[int, int]) -> str:
-    """Who has which size: members of equal size together, the largest first."""
-    groups: dict[str, list[int]] = defaultdict(list)
-    for member, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        groups[size_text(size)].append(member)
-    shown = [f"{size}: {ranges_text(members)}" for size, members in list(groups.items())[:_SHOWN]]
-    if len(groups) > _SHOWN:
-        shown.append(f"... {len(groups) - _SHOWN} more sizes")
-    return " | ".join(shown)
+def _some(words: Sequence[str]) -> str:
+    if len(words) <= _SHOWN + 1:
+        return ", ".join(words)
+    return ", ".join([*words[:_SHOWN], f"... {len(words) - _SHOWN} more"])
+
+
+def _extremes(sizes: Mapping[int, int], what: str) -> Iterator[tuple[str, str]]:
+    """Who has most and who has least, unless all have the same."""
+    texts = {member: size_text(size) for member, size in sizes.items()}
+    for word, size in (("most", max(sizes.values())), ("least", min(sizes.values()))):
+        if len(set(texts.values())) > 1:
+            members = [member for member, text in texts.items() if text == size_text(size)]
+            yield f"  {word}", f"{what} {ranges_text(members)}"

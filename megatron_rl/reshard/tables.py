@@ -12,6 +12,7 @@ from __future__ import annotations
 from megatron_rl.errors import LayoutError
 from megatron_rl.model.hf_tables import EMBEDDING, HEAD, hf_tensors
 from megatron_rl.model.spec import ModelSpec
+from megatron_rl.model.splits import divisors, nearest
 
 ENGINE_VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this, whatever its tensor parallelism
 
@@ -19,7 +20,14 @@ Need = tuple[int | None, int, int]  # (dim, start, length); dim None: the whole 
 
 
 def check_target(spec: ModelSpec, *, tp: int) -> None:
-    """Raises LayoutError when an engine of `tp` workers cannot hold the model."""
+    """Raises LayoutError, naming the nearest degrees that work, when an engine of `tp` workers cannot hold the model."""
+    problem = _target_problem(spec, tp)
+    if problem is not None:
+        allowed = [n for n in divisors(spec.num_heads) if _target_problem(spec, n) is None]
+        raise LayoutError(f"engine.tp: got {tp}, {problem}; use {nearest(tp, allowed)}")
+
+
+def _target_problem(spec: ModelSpec, tp: int) -> str | None:
     padded = -(-spec.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
     ffn = (
         ("ffn columns", spec.ffn_size)
@@ -28,19 +36,13 @@ def check_target(spec: ModelSpec, *, tp: int) -> None:
     )
     for name, size in (("attention heads", spec.num_heads), ffn, ("padded vocabulary rows", padded)):
         if size % tp:
-            raise LayoutError(
-                f"engine.tp: got {tp}, which does not divide the model's {size} {name}; lower engine.tp"
-            )
+            return f"which does not divide the model's {size} {name}"
     if spec.moe is not None and tp > spec.moe.num_experts:
-        raise LayoutError(
-            f"engine.tp: got {tp}, but vLLM wants no more workers than the model's {spec.moe.num_experts} experts; "
-            "lower engine.tp"
-        )
+        return f"but vLLM wants no more workers than the model's {spec.moe.num_experts} experts"
     kv = spec.num_kv_heads
     if kv % tp and tp % kv:
-        raise LayoutError(
-            f"engine.tp: got {tp} with {kv} kv heads; engine.tp must divide them or be a multiple of them"
-        )
+        return f"which must divide the model's {kv} kv heads or be a multiple of them"
+    return None
 
 
 def target_needs(spec: ModelSpec, *, tp: int, rank: int) -> dict[str, Need]:
