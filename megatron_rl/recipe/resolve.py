@@ -110,6 +110,8 @@ def _file_problems(recipe: Recipe) -> Iterator[Problem]:
     hf_path = Path(recipe.model.hf_path)
     if not hf_path.is_dir():
         yield _missing("model.hf_path", hf_path, "directory")
+    if recipe.model.checkpoint is not None and not Path(recipe.model.checkpoint).is_dir():
+        yield _missing("model.checkpoint", Path(recipe.model.checkpoint), "directory")
     for i, stage in enumerate(recipe.stages):
         if isinstance(stage, SftStage):
             files = {f"stages.{i}.data": stage.data}

@@ -14,6 +14,8 @@ from megatron_rl.recipe.types import Bool, Name, NonNegativeInt, PositiveFloat, 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     hf_path: Text  # directory with config.json, safetensors, tokenizer
+    # weights to start from, instead of those in hf_path: an imported checkpoint, or a run or one checkpoint of it
+    checkpoint: Text | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     spec: Literal["auto", "local", "te"] = "auto"  # layer implementation; auto: te where installed
 

@@ -45,7 +45,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Policy:
-    """Model chunks of this rank, wrapped for data parallelism, and the optimizer of the current stage."""
+    """Model chunks of this rank, wrapped for data parallelism, and the optimizer of the current stage.
+
+    Where the recipe names a checkpoint to start from, weights are zero until that is loaded.
+    """
 
     def __init__(self, config: ModelConfig, spec: ModelSpec, layout: ParallelLayout, *, rank: int) -> None:
         self.spec, self.layout = spec, layout
@@ -53,7 +56,8 @@ class Policy:
         self.dtype = DTYPES[config.dtype]
         self._device = platform.device()
         self.chunks: list[PolicyGPTModel] = build_model(spec, layout, dtype=self.dtype, spec_kind=config.spec)
-        load_hf(self.chunks, spec, layout, hf_path=config.hf_path, rank=rank)
+        if config.checkpoint is None:
+            load_hf(self.chunks, spec, layout, hf_path=config.hf_path, rank=rank)
         self.ddp_chunks = [self._wrap(chunk.to(self._device)) for chunk in self.chunks]
         self._model_config = self.chunks[0].config
         self._model_config.finalize_model_grads_func = _finalize_without_scaling

@@ -12,6 +12,7 @@ from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.sft_data import SftData, load_sft_data
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.model.checkpoint import CheckpointStore, SavedState
+from megatron_rl.model.checkpoint_files import find_checkpoint
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups, new_driver_group
 from megatron_rl.parallel.layout import ParallelLayout
@@ -153,6 +154,10 @@ def _open_run(
         # before any optimizer: it copies the weights
         checkpoints.load_model(policy, saved)
         reporter.say(f"resuming from {saved.path}")
+    elif recipe.model.checkpoint is not None:
+        start = find_checkpoint(Path(recipe.model.checkpoint))
+        checkpoints.load_model(policy, start)
+        reporter.say(f"starting from the weights of {start.path}")
     return RunContext(
         recipe=recipe,
         run_dir=run_dir,

@@ -24,6 +24,11 @@ def problems(recipe, *overrides, world=1):
     return {where.split(" ")[0]: text for where, text in lines}
 
 
+def test_a_checkpoint_to_start_from_must_be_there(recipe):
+    found = problems(recipe, "model.checkpoint=imported")
+    assert found["model.checkpoint"].startswith("no directory imported in ")
+
+
 def test_a_good_recipe_gives_its_numbers(recipe):
     loaded = load_recipe(recipe, ["layout.tp=2", "layout.pp=2"])
     resolved = check_recipe(loaded, world_size=8)
