@@ -68,6 +68,5 @@ def test_a_rank_whose_store_is_gone_gives_up():
     del store  # as when the process of trainer rank 0 ends
     with pytest.raises(GivenUp, match="the store of trainer rank 0 is gone"):
         watch_engines(never.wait, None, board)
-    with pytest.raises(ReshardError, match="the store of trainer rank 0 is gone"):
-        board.tell("anything")
+    board.tell("anything")
     never.set()
