@@ -25,6 +25,7 @@ CORE = [
     "torch>=2.11",
     "transformers>=5",
     "triton",
+    "xxhash>=3.4",
 ]
 
 setup(

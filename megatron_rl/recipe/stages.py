@@ -114,6 +114,10 @@ class EngineConfig:
     hosts: tuple[Text, ...] = ()
     secret_file: Text | None = None  # what those were given as --secret-file
     port: NonNegativeInt = 0  # the one port of weight transfer; 0: any free one
+    # auto: memory that both share on one GPU or without GPUs, NCCL between GPUs, else sockets (gloo)
+    transport: Literal["auto", "gloo", "nccl", "shared"] = "auto"
+    bucket_mib: PositiveInt = 256  # of weights that one worker receives at a time; two such buffers on each side
+    two_tier: bool = False  # several engine machines: weights enter each once, its workers pass them on
     max_concurrent: PositiveInt = 256  # sequences decoded at once by one engine
     kv_cache_gib: PositiveInt = 1  # CPU: size of the KV cache
     # GPU: share of all memory of each of its GPUs that an engine takes for weights and KV cache. Trainer ranks

@@ -1,157 +1,138 @@
-"""Executing a plan: one buffer per message, sealed with its version and a digest.
-
-A buffer is the message's intervals in its order, already in the engine's dtype, then `SEAL_BYTES` of seal. The
-digest is keyed with the plan, so two sides that planned differently never mistake each other's bytes. Nothing
-here touches a model.
-"""
+"""The sending half of a weight transfer: pack, seal and send bucket by bucket, two under way at a time."""
 
 from __future__ import annotations
 
-import hashlib
-import struct
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 
 from megatron_rl.errors import ReshardError
+from megatron_rl.reshard.parcels import Parcel, batch_bytes, batches, check_wire_dtype, merge
 from megatron_rl.reshard.plan import Message, ReshardPlan, Transfer
-from megatron_rl.reshard.transports import Pending, Transport
-
-_DIGEST_BYTES = 16
-SEAL_BYTES = 8 + _DIGEST_BYTES  # int64 weight version, then blake2b of version and payload
+from megatron_rl.reshard.seal import write_seal
+from megatron_rl.reshard.transports import Membership, Outbox, Router, Transport, TransportKind, connect
+from megatron_rl.reshard.transports.staged import cut
 
 Params = Sequence[Mapping[str, Tensor]]  # per model chunk: parameter name -> tensor
 
 
-def send_weights(
-    plan: ReshardPlan, rank: int, params: Params, group: Transport, *, dtype: torch.dtype, version: int
-) -> int:
-    """Send everything the plan asks of this trainer rank; returns bytes sent (seals included).
+def connect_plan(
+    plan: ReshardPlan, member: Membership, *, kind: TransportKind = "auto", store: Store | None = None
+) -> Router:
+    """Join the group of `plan` with transports for every message that this member sends or receives.
 
-    Returns when every buffer left, so the caller may change `params` at once. Raises ReshardError naming the
-    parameter that is missing or mis-shaped, or the peer that did not take its buffer in time.
+    Rank 0 passes the store from `open_store`. Raises ReshardError naming the member that did not come in time.
     """
-    pending: list[tuple[Pending, Tensor]] = []
-    for message in plan.messages_from(rank):
-        buffer = pack(plan, message.transfers, params, dtype=dtype, version=version)
-        pending.append((group.send(buffer, message.receiver), buffer))
-    for work, _ in pending:
-        work.wait()
-    return sum(buffer.numel() for _, buffer in pending)
+    return connect(
+        member,
+        plan.placement,
+        receivers=sorted({message.receiver for message in plan.messages_from(member.rank)}),
+        senders=sorted({message.sender for message in plan.messages_to(member.rank)}),
+        kind=kind,
+        store=store,
+    )
 
 
-Payloads = dict[tuple[int, int], Tensor]  # (bucket, trainer rank) -> uint8 payload
+class WeightSender:
+    """Sends the share of one trainer rank in every update, to whom the plan says."""
+
+    def __init__(self, plan: ReshardPlan, router: Router, *, dtype: torch.dtype) -> None:
+        """`dtype` is that on the wire. Raises ReshardError when the plan was made for another width."""
+        check_wire_dtype(plan, dtype)
+        self._rank, self._dtype = router.member.rank, dtype
+        by_bucket = outgoing(plan, router, limit=plan.bucket_bytes)
+        self._batches = [batch for group in by_bucket.values() for batch in group]
+        self._outboxes = list({id(batch.outbox): batch.outbox for batch in self._batches}.values())
+
+    def send(self, params: Params, *, version: int) -> int:
+        """Send everything; returns bytes sent, seals included, when all has left and `params` may change.
+
+        Raises ReshardError, before anything is sent, naming a parameter that is missing or mis-shaped; later,
+        naming the peer that died or did not take its message in time.
+        """
+        pieces = [[list(self._pieces(parcel, params)) for parcel in batch.parcels] for batch in self._batches]
+        for batch, pieces_of_batch in zip(self._batches, pieces, strict=True):
+            buffers = batch.buffers()
+            for parcel, buffer, own in zip(batch.parcels, buffers, pieces_of_batch, strict=True):
+                pack(parcel, buffer, own, dtype=self._dtype, version=version)
+            batch.send(buffers)
+        for outbox in self._outboxes:
+            outbox.flush()
+        for outbox in self._outboxes:
+            outbox.rest()
+        return sum(batch.sent_bytes for batch in self._batches)
+
+    def _pieces(self, parcel: Parcel, params: Params) -> Iterator[Tensor]:
+        for transfer, shape in zip(parcel.transfers, parcel.shapes, strict=True):
+            yield _local_piece(transfer, shape, params, self._rank)
 
 
-def receive_weights(plan: ReshardPlan, worker: int, group: Transport, *, version: int) -> Payloads:
-    """Receive and verify every buffer of this worker.
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Parcels that leave together, from one buffer."""
 
-    Raises ReshardError naming the rank on a time-out, a foreign version or a wrong digest.
-    """
-    pending: list[tuple[Message, Pending, Tensor]] = []
-    for message in plan.messages_to(plan.num_trainers + worker):
-        buffer = torch.empty(message.bytes + SEAL_BYTES, dtype=torch.uint8)
-        pending.append((message, group.recv(buffer, message.sender), buffer))
-    payloads = {}
-    for message, work, buffer in pending:
-        work.wait()
-        payload = check_seal(plan, buffer, version=version, source=message.sender)
-        payloads[message.bucket, message.sender] = payload
-    return payloads
+    outbox: Outbox
+    parcels: tuple[Parcel, ...]
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(len(parcel.receivers) * parcel.sealed_bytes for parcel in self.parcels)
+
+    def buffers(self) -> list[Tensor]:
+        """One per parcel; waits until what was sent from there before has been taken."""
+        return cut(self.outbox.slot(), [parcel.sealed_bytes for parcel in self.parcels])
+
+    def send(self, buffers: Sequence[Tensor]) -> None:
+        self.outbox.send(
+            [
+                (buffer, receiver)
+                for parcel, buffer in zip(self.parcels, buffers, strict=True)
+                for receiver in parcel.receivers
+            ]
+        )
+
+
+def outgoing(plan: ReshardPlan, router: Router, *, limit: int | None = None) -> dict[int, list[Batch]]:
+    """Per bucket what this member sends, as batches of at most about `limit` bytes, an outbox per transport."""
+    groups: dict[tuple[int, Transport], list[Message]] = defaultdict(list)
+    for message in plan.messages_from(router.member.rank):
+        groups[message.bucket, router.to(message.receiver)].append(message)
+    planned = [
+        (bucket, transport, tuple(batch))
+        for (bucket, transport), messages in groups.items()
+        for batch in batches(merge(plan, messages), limit)
+    ]
+    outboxes = {}
+    for transport in dict.fromkeys(transport for _, transport, _ in planned):
+        parcels = [batch for _, own, batch in planned if own is transport]
+        peers = {receiver for batch in parcels for parcel in batch for receiver in parcel.receivers}
+        outboxes[transport] = transport.outbox(max(map(batch_bytes, parcels)), sorted(peers))
+    found: dict[int, list[Batch]] = defaultdict(list)
+    for bucket, transport, batch in planned:
+        found[bucket].append(Batch(outboxes[transport], batch))
+    return dict(found)
 
 
 def pack(
-    plan: ReshardPlan, transfers: Sequence[Transfer], params: Params, *, dtype: torch.dtype, version: int
-) -> Tensor:
-    """One sealed uint8 buffer holding the intervals of `transfers` in order, cast to `dtype`."""
-    if dtype.itemsize != plan.element_bytes:
-        raise ReshardError(
-            f"weight transfer: {dtype} has {dtype.itemsize} bytes, the plan {plan.element_bytes}"
-        )
-    size = sum(t.bytes for t in transfers)
-    # a tensor of the wire dtype views the front; the seal need not be aligned to it
-    payload = torch.empty(size // dtype.itemsize, dtype=dtype)
-    offset = 0
-    for transfer in transfers:
-        count = transfer.bytes // dtype.itemsize
-        shape = plan.piece_shape(transfer)
-        payload[offset : offset + count].view(shape).copy_(_local_piece(transfer, shape, params))
-        offset += count
-    raw = payload.view(torch.uint8)
-    seal = struct.pack("<q", version) + _digest(plan, raw, version)
-    return torch.cat([raw, torch.frombuffer(bytearray(seal), dtype=torch.uint8)])
+    parcel: Parcel, buffer: Tensor, pieces: Sequence[Tensor], *, dtype: torch.dtype, version: int
+) -> None:
+    """Fill and seal one message: `pieces` in the order of its intervals, cast to `dtype`."""
+    views = list(parcel.views(buffer[: parcel.payload_bytes], dtype))
+    torch._foreach_copy_(views, list(pieces))
+    write_seal(buffer, parcel.payload_bytes, key=parcel.key, version=version)
 
 
-def check_seal(plan: ReshardPlan, buffer: Tensor, *, version: int, source: int) -> Tensor:
-    """The payload of a sealed buffer. Raises ReshardError naming the trainer rank it came from."""
-    payload, seal = buffer[:-SEAL_BYTES], bytes(buffer[-SEAL_BYTES:].tolist())
-    (sent_version,) = struct.unpack("<q", seal[:8])
-    if _digest(plan, payload, sent_version) != seal[8:]:
-        raise ReshardError(
-            f"weight transfer: the {payload.numel()} bytes from trainer rank {source} do not match their "
-            f"digest; "
-            f"nothing was loaded, send all weights again"
-        )
-    if sent_version != version:
-        raise ReshardError(
-            f"weight transfer: trainer rank {source} sent version {sent_version}, expected {version}"
-        )
-    return payload
-
-
-def unpack(
-    plan: ReshardPlan, worker: int, payloads: Mapping[tuple[int, int], Tensor], *, dtype: torch.dtype
-) -> dict[str, list[tuple[Transfer, Tensor]]]:
-    """HF name -> received intervals as views of `payloads`, for every tensor this worker received a part of.
-
-    Raises ReshardError naming the trainer rank whose payload is missing or of the wrong size.
-    """
-    parts: dict[str, list[tuple[Transfer, Tensor]]] = {}
-    for message in plan.messages_to(plan.num_trainers + worker):
-        key = message.bucket, message.sender
-        got = payloads[key].numel() if key in payloads else 0
-        if got != message.bytes:
-            raise ReshardError(
-                f"weight transfer: {got} of {message.bytes} bytes arrived from trainer rank {message.sender}"
-            )
-        flat, offset = payloads[key].view(dtype), 0
-        for transfer in message.transfers:
-            count = transfer.bytes // dtype.itemsize
-            view = flat[offset : offset + count].view(plan.piece_shape(transfer))
-            parts.setdefault(transfer.hf_name, []).append((transfer, view))
-            offset += count
-    return parts
-
-
-def full_tensors(
-    plan: ReshardPlan,
-    parts: Mapping[str, Sequence[tuple[Transfer, Tensor]]],
-    *,
-    dtype: torch.dtype,
-    canary: bool,
-) -> Iterator[tuple[str, Tensor]]:
-    """Every HF tensor in checkpoint order, full shape, with only the received intervals filled.
-
-    With `canary` the rest is NaN, so a reader that leaves its interval is seen at once; else it is undefined.
-    """
-    for name, shape in plan.shapes.items():
-        full = torch.full(shape, float("nan"), dtype=dtype) if canary else torch.empty(shape, dtype=dtype)
-        for transfer, view in parts.get(name, ()):
-            place = full
-            if transfer.hf_dim is not None:
-                place = full.narrow(transfer.hf_dim, transfer.hf_start, transfer.length)
-            place.copy_(view)
-        yield name, full
-
-
-def _local_piece(transfer: Transfer, shape: tuple[int, ...], params: Params) -> Tensor:
+def _local_piece(transfer: Transfer, shape: tuple[int, ...], params: Params, rank: int) -> Tensor:
     chunk = params[transfer.chunk] if transfer.chunk < len(params) else {}
     param = chunk.get(transfer.param)
     if param is None:
         raise ReshardError(
             f"weight transfer: {transfer.hf_name} is planned from parameter {transfer.param} of model chunk "
-            f"{transfer.chunk}, which does not exist on this rank"
+            f"{transfer.chunk} on rank {rank}, which does not exist there"
         )
     piece = param.detach()
     if transfer.param_dim is not None:
@@ -160,14 +141,7 @@ def _local_piece(transfer: Transfer, shape: tuple[int, ...], params: Params) -> 
             piece = piece.narrow(dim, start, transfer.length)
     if tuple(piece.shape) != shape:
         raise ReshardError(
-            f"weight transfer: {transfer.hf_name} needs shape {list(shape)} of {transfer.param} (chunk "
-            f"{transfer.chunk}), whose shape {list(param.shape)} does not hold it"
+            f"weight transfer: {transfer.hf_name} needs shape {list(shape)} of {transfer.param} (rank "
+            f"{rank}, chunk {transfer.chunk}), whose shape {list(param.shape)} does not hold it"
         )
     return piece
-
-
-def _digest(plan: ReshardPlan, payload: Tensor, version: int) -> bytes:
-    state = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=bytes.fromhex(plan.digest()))
-    state.update(struct.pack("<q", version))
-    state.update(payload.numpy().data)
-    return state.digest()

@@ -15,6 +15,7 @@ from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.reshard.tables import check_target
+from megatron_rl.reshard.transports import TransportKind
 from megatron_rl.rollout.engine import GenerateRequest
 from megatron_rl.rollout.replicas import Replica, meeting_host, open_replicas
 
@@ -158,7 +159,14 @@ class VllmEngine:
         return self._all(lambda replica: replica.ask("status", timeout_s=self._config.request_timeout_s))
 
     def begin_join(
-        self, plan: ReshardPlan, *, host: str, port: int, timeout_s: float, canary: bool
+        self,
+        plan: ReshardPlan,
+        *,
+        host: str,
+        port: int,
+        timeout_s: float,
+        canary: bool,
+        transport: TransportKind = "auto",
     ) -> Future[Any]:
         """Ask every worker to join the transfer group; trainer ranks join while the future is pending."""
 
@@ -173,6 +181,7 @@ class VllmEngine:
                     "first_worker": replica.replica * self._config.tp,
                     "plan": plan.inputs(),
                     "plan_digest": plan.digest(),
+                    "transport": transport,
                     "canary": canary,
                 },
             )
@@ -180,23 +189,19 @@ class VllmEngine:
         return self._in_background(join)
 
     def begin_update(self, version: int, *, timeout_s: float) -> Future[Any]:
-        """Ask every worker to receive; the future ends when all bytes of all are verified and staged."""
+        """Ask every worker to receive and load; the future ends when all have. Until `finish_update` all are stale."""
         return self._in_background(
             lambda replica: replica.ask("receive", timeout_s=timeout_s + _ACK_SLACK_S, weight_version=version)
         )
 
     def finish_update(self, version: int) -> None:
-        """Load what is staged, everywhere. Afterwards `weight_version` is `version`."""
+        """All of all engines arrived: let them generate with it. Afterwards `weight_version` is `version`."""
         self._all(
             lambda replica: replica.ask(
                 "commit", timeout_s=self._config.request_timeout_s, weight_version=version
             )
         )
         self._weight_version = version
-
-    def abandon_update(self) -> None:
-        """Drop what is staged; the replicas stay stale until a later update finishes."""
-        self._all(lambda replica: replica.ask("discard", timeout_s=self._config.request_timeout_s))
 
     def close(self) -> None:
         """Stop every process of every replica within seconds; safe to call twice."""

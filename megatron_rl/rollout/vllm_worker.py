@@ -157,7 +157,6 @@ class EngineServer:
             "init_transfer": self._init_transfer,
             "receive": self._receive,
             "commit": self._commit,
-            "discard": self._discard,
         }
 
     def serve(self, sock: socket.socket) -> None:
@@ -246,30 +245,21 @@ class EngineServer:
         self._raise_worker_errors()
 
     def _receive(self, message: Message) -> None:
-        """Stage and verify version `weight_version` on every worker; the model keeps its weights."""
+        """Load version `weight_version` on every worker as it arrives. Stale from here on until `commit`."""
         version = message["weight_version"]
         self._stale = f"update to version {version} did not finish"
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {"version": version}})
-        try:
-            self._raise_worker_errors()
-        except ReshardError:
-            self._discard(message)
-            raise
-
-    def _commit(self, message: Message) -> None:
-        """Load what is staged. Stale until all workers loaded it and the prefix cache is empty."""
-        version = message["weight_version"]
         self._llm.finish_weight_update()
         self._raise_worker_errors()
+
+    def _commit(self, message: Message) -> None:
+        """What was received is complete on every engine: nothing of the old weights may stay, then generate."""
+        version = message["weight_version"]
         if not self._llm.reset_prefix_cache():
             raise EngineError("the prefix cache could not be reset: requests are still running")
         self._llm.update_weight_version(str(version))
         self._version, self._stale = version, None
-
-    def _discard(self, message: Message) -> None:
-        self._llm.collective_rpc(_discard_staged)
-        self._llm.finish_weight_update()  # with nothing staged this only ends the session inside vLLM
 
     def _raise_worker_errors(self) -> None:
         if errors := [error for error in self._llm.collective_rpc(_outcome) if error is not None]:
@@ -292,10 +282,6 @@ def _prompt_scores(rows: Any, tokens: list[int], temperature: float) -> list[flo
 def _outcome(worker: Any) -> str | None:
     outcome: str | None = worker.weight_transfer_engine.outcome()
     return outcome
-
-
-def _discard_staged(worker: Any) -> None:
-    worker.weight_transfer_engine.discard()
 
 
 def _versions() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,15 @@ from megatron_rl.errors import EngineError, MegatronRLError, ReshardError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.collectives import all_gather_object, broadcast_object
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.platform.device import has_accelerator
 from megatron_rl.recipe.stages import EngineConfig
-from megatron_rl.reshard.execute import Params, send_weights
+from megatron_rl.reshard.execute import Params, WeightSender, connect_plan
+from megatron_rl.reshard.placement import Placement
 from megatron_rl.reshard.plan import plan_reshard
-from megatron_rl.reshard.transports import LOOPBACK, GlooGroup, make_group, open_store
+from megatron_rl.reshard.transports import LOOPBACK, Membership, Router, open_store
+from megatron_rl.rollout.devices import node_id
 from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.rollout.watch import Board, GivenUp, watch_engines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,13 +36,14 @@ class SyncResult:
 
 
 class WeightSync:
-    """Sends the policy's weights to the engines, by the plan of `spec`, `layout` and `config`.
+    """Sends the policy's weights to the engines, by the plan of `spec`, `layout`, `config` and where all run.
 
-    `params` returns the live parameters of this rank, one mapping per model chunk. `engine` is given on rank
-    0 only. `host` is rank 0's address as other trainer ranks reach it, and workers unless it is a loopback address
-    (see `replicas.meeting_host`). `dtype` is the engine's; values are cast before they travel. `canary` fills what a
-    worker must not read with NaN, at the cost of writing it. `trainers` is the group of trainer ranks to agree in
-    (None: the default one); its time-out must exceed what rank 0 waits for its engines.
+    Making one is collective over the trainer ranks. `params` returns the live parameters of this rank, one
+    mapping per model chunk. `engine` is given on rank 0 only. `host` is rank 0's address as other trainer
+    ranks reach it, and workers unless it is a loopback address (see `replicas.meeting_host`). `dtype` is the
+    engine's; values are cast before they travel. `canary` fills what a worker must not read with NaN, at the
+    cost of writing it. `trainers` is the group of trainer ranks to agree in (None: the default one); its
+    time-out must exceed what rank 0 waits for its engines.
     """
 
     def __init__(
@@ -60,16 +65,20 @@ class WeightSync:
                 f"weight transfer: the engine belongs to rank 0 alone, rank {rank} was given {engine}"
             )
         self._params, self._rank, self._engine, self._dtype = params, rank, engine, dtype
-        self._host, self._port, self._timeout_s, self._canary = (
-            host,
-            config.port,
-            config.request_timeout_s,
-            canary,
-        )
-        self._group: GlooGroup | None = None
-        self._trainers = trainers
+        self._config = config
+        self._host, self._trainers, self._canary = host, trainers, canary
+        self._router: Router | None = None
+        self._board: Board | None = None
+        self._sender: WeightSender | None = None
         self.plan = plan_reshard(
-            spec, layout, target_tp=config.tp, replicas=config.replicas, element_bytes=dtype.itemsize
+            spec,
+            layout,
+            target_tp=config.tp,
+            replicas=config.replicas,
+            element_bytes=dtype.itemsize,
+            placement=self._find_placement(),
+            bucket_bytes=config.bucket_mib * 2**20,
+            two_tier=config.two_tier,
         )
 
     def push(self, version: int) -> SyncResult:
@@ -79,43 +88,59 @@ class WeightSync:
         then the engines refuse to generate until a later push succeeds.
         """
         began = time.monotonic()
-        if self._group is None:
+        if self._sender is None:
             self._connect()
-        assert self._group is not None
-        staged = self._engine.begin_update(version, timeout_s=self._timeout_s) if self._engine else None
+        assert self._sender is not None
+        engine, timeout_s = self._engine, self._config.request_timeout_s
+        received = engine.begin_update(version, timeout_s=timeout_s) if engine else None
         errors = []
         try:
-            send_weights(
-                self.plan, self._rank, self._params(), self._group, dtype=self._dtype, version=version
-            )
+            self._send(self._sender, version, received)
+        except GivenUp:
+            # whoever knows why reports it
+            self.disconnect()
         except MegatronRLError as error:
             errors.append(str(error))
-            # closing our end lets the workers fail now instead of waiting for the time-out
-            self._group = None
-        errors += _failure_of(staged)
+            self._tell(errors)
+            # leaving lets the workers fail now instead of waiting for the time-out
+            self.disconnect()
+        errors += _failure_of(received)
+        self._tell(errors)
         try:
             self._agree(errors)
         except ReshardError:
-            # a transfer that stopped half-way leaves bytes in the channel: the next push opens a new one
-            self._group = None
-            self._abandon()
+            # what one member knows of the transfer another may not: the next push opens a new group
+            self.disconnect()
             raise
-        engine = self._engine
         self._agree(_failure_of_call(lambda: engine.finish_update(version)) if engine else [])
         return SyncResult(version=version, seconds=time.monotonic() - began, bytes=self.plan.bytes_moved())
 
+    def _send(self, sender: WeightSender, version: int, received: Future[Any] | None) -> None:
+        """Raises GivenUp as soon as rank 0 hears that an engine failed."""
+        assert self._board is not None
+        params = self._params()
+        watch_engines(lambda: sender.send(params, version=version), received, self._board)
+
+    def _tell(self, errors: Sequence[str]) -> None:
+        """Other ranks may still wait for what cannot come any more."""
+        if errors and self._board is not None:
+            self._board.tell(errors[0])
+
     def disconnect(self) -> None:
-        """Leave the group, so that the next push opens a new one. Collective."""
-        self._group = None
+        """Leave the group, so that the next push opens a new one; the other ranks must do the same."""
+        if self._router is not None:
+            self._router.close()
+        self._router = self._sender = self._board = None
 
     def _connect(self) -> None:
         """Open the group: rank 0 listens and tells the others where, then ranks and workers join."""
         store = None
+        timeout_s = self._config.request_timeout_s
         where: list[Any] = [None, None, None]  # host and port, or why there is none
         if self._rank == 0:
             host = self._engine.meeting_host(self._host) if self._engine else self._host
             try:
-                store = open_store(host, self._port, timeout_s=self._timeout_s)
+                store = open_store(host, self._config.port, timeout_s=timeout_s)
                 where = [host, store.port, None]
             except ReshardError as error:
                 where = [None, None, str(error)]
@@ -125,31 +150,46 @@ class WeightSync:
         joined = None
         if self._engine:
             joined = self._engine.begin_join(
-                self.plan, host=host, port=port, timeout_s=self._timeout_s, canary=self._canary
-            )
+                self.plan, host=host, port=port, timeout_s=timeout_s, canary=self._canary,
+                transport=self._config.transport,
+            )  # fmt: skip
+        member = Membership(
+            rank=self._rank,
+            num_trainers=self.plan.num_trainers,
+            num_workers=self.plan.num_workers,
+            host=host,
+            port=port,
+            timeout_s=timeout_s,
+        )
         errors = []
         try:
-            self._group = make_group(
-                host,
-                port,
-                self._rank,
-                self.plan.source.world_size + self.plan.num_workers,
-                self._timeout_s,
-                store=store,
+            self._board = Board(member)
+            kind = self._config.transport
+            self._router = watch_engines(
+                lambda: connect_plan(self.plan, member, kind=kind, store=store), joined, self._board
             )
+            self._sender = WeightSender(self.plan, self._router, dtype=self._dtype)
+        except GivenUp:
+            pass
         except ReshardError as error:
             errors.append(str(error))
         errors += _failure_of(joined)
         try:
             self._agree(errors)
         except ReshardError:
-            self._group = None
+            self.disconnect()
             raise
 
-    def _abandon(self) -> None:
-        """The failure that led here is the one to report, so one more from a dead engine is not."""
+    def _find_placement(self) -> Placement:
+        """Ask every trainer rank and every replica where it runs. Collective."""
+        own = (node_id(), torch.cuda.current_device() if has_accelerator() else None)
+        trainers = all_gather_object(own, self._trainers)
+        workers = None
         if self._engine:
-            _failure_of_call(self._engine.abandon_update)
+            workers = list(zip(self._engine.worker_nodes(), self._engine.worker_devices(), strict=True))
+        workers = broadcast_object(workers, src=0, group=self._trainers)
+        assert workers is not None
+        return placement_of(trainers, workers)
 
     def _agree(self, errors: list[str]) -> None:
         """Raise on every rank if any rank has an error."""
@@ -157,6 +197,31 @@ class WeightSync:
         failed = [f"trainer rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts]
         if failed:
             raise ReshardError("\n".join(failed))
+
+
+Place = tuple[str, int | None]  # node, and device among those that the node shows
+
+
+def placement_of(trainers: Sequence[Place], workers: Sequence[Place]) -> Placement:
+    """The placement of trainer ranks and workers, nodes numbered as they first come.
+
+    Raises ReshardError when two trainer ranks name one device: then each sees other devices under that number.
+    """
+    seen: dict[Place, int] = {}
+    for rank, place in enumerate(trainers):
+        other = seen.setdefault(place, rank)
+        if place[1] is not None and other != rank:
+            raise ReshardError(
+                f"weight transfer: trainer ranks {other} and {rank} of one machine both name GPU {place[1]}; start all "
+                f"ranks of a machine with the same CUDA_VISIBLE_DEVICES, as torchrun does"
+            )
+    nodes = {node: number for number, node in enumerate(dict.fromkeys(p[0] for p in (*trainers, *workers)))}
+    return Placement(
+        trainer_nodes=tuple(nodes[node] for node, _ in trainers),
+        worker_nodes=tuple(nodes[node] for node, _ in workers),
+        trainer_devices=tuple(device for _, device in trainers),
+        worker_devices=tuple(device for _, device in workers),
+    )
 
 
 def _failure_of(future: Future[Any] | None) -> list[str]:

@@ -23,8 +23,8 @@ from megatron_rl.data.types import Finish
 from megatron_rl.errors import EngineError, ReshardError
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.stages import EngineConfig
-from megatron_rl.reshard.execute import send_weights
-from megatron_rl.reshard.transports import LOOPBACK, make_group, open_store
+from megatron_rl.reshard.execute import WeightSender, connect_plan
+from megatron_rl.reshard.transports import LOOPBACK, open_store
 from megatron_rl.reshard.verify import max_gap
 from megatron_rl.rollout.engine import GenerateRequest
 from megatron_rl.rollout.shared_memory import shared_memory_of_group
@@ -32,6 +32,7 @@ from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
 from tests.helpers.distributed import free_port
 from tests.helpers.engine import hf_logprobs, hf_weights, qwen2_spec, rank_params, write_qwen2
+from tests.helpers.transfer import Tampered, flip_byte, member_of
 
 SPEC = qwen2_spec(tied=True)
 CONFIG = EngineConfig(replicas=2, max_concurrent=32, request_timeout_s=60.0)
@@ -148,17 +149,6 @@ def test_pushed_weights_answer_at_once_with_tied_head_and_fresh_prefix_cache(eng
     assert result.bytes == 2 * size
 
 
-class FlipOneByte:
-    """A channel that damages what it carries."""
-
-    def __init__(self, group):
-        self._group, self.rank = group, group.rank
-
-    def send(self, buffer, peer):
-        buffer[1000] ^= 1
-        return self._group.send(buffer, peer)
-
-
 def assert_stale_until_full_push(engine, models, push, version):
     assert [status["stale"] is not None for status in engine.status()] == [True, True]
     with pytest.raises(EngineError, match=r"engine replica 0 .* stale"):
@@ -171,13 +161,14 @@ def assert_stale_until_full_push(engine, models, push, version):
 def test_damaged_bytes_are_refused_and_a_full_push_recovers(engine, models, push):
     plan, store = push.sync.plan, open_store(LOOPBACK, 0, timeout_s=20.0)
     joining = engine.begin_join(plan, host=LOOPBACK, port=store.port, timeout_s=20.0, canary=True)
-    group = make_group(LOOPBACK, store.port, 0, 3, 20.0, store=store)
+    router = connect_plan(plan, member_of(plan, 0, store.port), store=store)
     joining.result()
+    sender = WeightSender(plan, Tampered(router, flip_byte(0)), dtype=torch.float32)
     receiving = engine.begin_update(10, timeout_s=20.0)
-    send_weights(plan, 0, push.weights[2], FlipOneByte(group), dtype=torch.float32, version=10)
+    sender.send(push.weights[2], version=10)
     with pytest.raises(ReshardError, match="from trainer rank 0 do not match their digest"):
         receiving.result()
-    del group
+    router.close()
     fresh = WeightSync(
         lambda: push.weights[1], spec=SPEC, layout=ParallelLayout(), rank=0, engine=engine, config=CONFIG,
         dtype=torch.float32, host=OTHER_HOST,

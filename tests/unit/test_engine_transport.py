@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from megatron_rl.errors import ReshardError
-from megatron_rl.reshard.transports import LOOPBACK, make_group, open_store
+from megatron_rl.reshard.transports import LOOPBACK, Membership, open_store
+from megatron_rl.reshard.transports.gloo import GlooTransport
+from megatron_rl.reshard.transports.rendezvous import join_store
 
 # Linux answers on all of 127/8; these two are not the one that `LOOPBACK` names
 HOST, ANOTHER = "127.0.0.2", "127.0.0.3"
@@ -33,20 +35,27 @@ def test_a_store_for_other_hosts_listens_on_every_address():
     assert reaches(ANOTHER, store.port)
 
 
+def membership(host, port, rank, timeout_s):
+    return Membership(rank=rank, num_trainers=1, num_workers=1, host=host, port=port, timeout_s=timeout_s)
+
+
+def join(host, store, rank):
+    member = membership(host, store.port, rank, 20.0)
+    return GlooTransport(member, store if rank == 0 else join_store(member))
+
+
 @pytest.mark.parametrize("host", [LOOPBACK, HOST, "localhost"])
 def test_members_meet_at_the_host_they_are_given(host):
     store = open_store(host, 0, timeout_s=20.0)
     with ThreadPoolExecutor(2) as pool:
-        joining = [
-            pool.submit(make_group, host, store.port, rank, 2, 20.0, store=store if rank == 0 else None)
-            for rank in (0, 1)
-        ]
-        sender, receiver = [member.result() for member in joining]
-    arrived = torch.zeros(3, dtype=torch.uint8)
-    receiving = receiver.recv(arrived, 0)
-    sender.send(torch.tensor([1, 2, 3], dtype=torch.uint8), 1).wait()
-    receiving.wait()
-    assert arrived.tolist() == [1, 2, 3]
+        sender, receiver = pool.map(lambda rank: join(host, store, rank), (0, 1))
+    inbox, outbox = receiver.inbox(3, [0]), sender.outbox(3, [1])
+    inbox.post([(3, 0)])
+    buffer = outbox.slot()
+    buffer.copy_(torch.tensor([1, 2, 3]))
+    outbox.send([(buffer, 1)])
+    outbox.flush()
+    assert inbox.wait()[0].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("host", [LOOPBACK, HOST])
@@ -59,4 +68,4 @@ def test_a_taken_port_names_the_setting(host):
 
 def test_an_unknown_host_is_named():
     with pytest.raises(ReshardError, match=r"no route to nowhere\.invalid:1"):
-        make_group("nowhere.invalid", 1, 0, 2, 5.0)
+        GlooTransport(membership("nowhere.invalid", 1, 1, 5.0), None)

@@ -1,0 +1,128 @@
+"""Messages over NCCL, between members that have GPUs of their own: device memory, one group call per batch.
+
+NCCL refuses a communicator with two members on one GPU, which is what trainer ranks and workers that share
+their GPUs are. `nccl_lanes` therefore splits such a group into several communicators without that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from megatron_rl.errors import ReshardError
+from megatron_rl.reshard.placement import Placement
+from megatron_rl.reshard.transports.base import Membership, first_line, wait_until
+from megatron_rl.reshard.transports.staged import Operation, StagedTransport, Started
+
+_WATCHDOG_SLACK_S = 300.0  # NCCL's own watchdog ends the process: our time-out has to come first
+
+
+def nccl_lanes(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """Groups of members, each without two on one device, that hold every trainer rank and worker pair
+    on different devices; the last one holds all workers, for what they pass on to each other.
+
+    Two different devices differ in some bit of their number: for each bit, the trainer ranks that have it
+    form a group with the workers that do not, and the other way round.
+    """
+    trainers = range(len(placement.trainer_nodes))
+    workers = range(len(trainers), len(trainers) + len(placement.worker_nodes))
+    places = {member: placement.device(member) for member in (*trainers, *workers)}
+    if len(set(places.values())) == len(places):
+        return (*trainers, *workers), tuple(workers)
+    numbers = {place: number for number, place in enumerate(sorted({*places.values()} - {None}))}  # type: ignore[type-var]
+    lanes = []
+    for bit in range(max(1, (len(numbers) - 1).bit_length())):
+        for value in (0, 1):
+            lanes.append(
+                tuple(m for m in trainers if numbers[places[m]] >> bit & 1 == value)
+                + tuple(m for m in workers if numbers[places[m]] >> bit & 1 != value)
+            )
+    return (*lanes, tuple(workers))
+
+
+def lane_of(placement: Placement, sender: int, receiver: int) -> int:
+    """Position in `nccl_lanes` of the group over which `sender` sends to `receiver`."""
+    lanes = nccl_lanes(placement)
+    if sender >= len(placement.trainer_nodes):
+        return len(lanes) - 1
+    return next(index for index, lane in enumerate(lanes) if sender in lane and receiver in lane)
+
+
+class NcclTransport(StagedTransport):
+    """`base.Transport` over an own communicator of `members`; building it waits for every one of them.
+
+    Call it with the member's device as the current one. Raises ReshardError when the others do not come.
+    """
+
+    kind = "nccl"
+
+    def __init__(self, member: Membership, store: Store, *, members: Sequence[int], name: str) -> None:
+        super().__init__(torch.device("cuda", torch.cuda.current_device()))
+        self._member, self._members = member, tuple(members)
+        rank, size = self._members.index(member.rank), len(self._members)
+        prefix = PrefixStore(f"nccl/{name}", store)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=member.timeout_s + _WATCHDOG_SLACK_S)
+        try:
+            backend = dist.ProcessGroupNCCL(prefix, rank, size, options)
+            # only the outer class starts and ends a batch
+            self._group = dist.ProcessGroup(prefix, rank, size)
+            self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+            backend._set_sequence_number_for_group()
+            self._group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
+            # batches are sent on the communicator of all, which the first collective sets up
+            ones = torch.ones(1, device=self.device)
+            self._group.allreduce([ones])
+            wait_until(
+                torch.cuda.current_stream().query,
+                timeout_s=member.timeout_s,
+                what=f"joining {size - 1} members over NCCL by {member.name}",
+            )
+        except RuntimeError as error:
+            raise ReshardError(
+                f"weight transfer: {member.name} could not join {size - 1} others over NCCL: {first_line(error)}"
+            ) from error
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def start(self, operations: Sequence[Operation]) -> Started:
+        peers = sorted({self._member.name_of(operation.peer) for operation in operations})
+        what = f"{self._member.name} exchanging {len(operations)} messages with {', '.join(peers)}"
+        try:
+            self._group._start_coalescing(self.device)
+            for operation in operations:
+                peer = self._members.index(operation.peer)
+                if operation.is_send:
+                    self._group.send([operation.buffer], peer, 0)
+                else:
+                    self._group.recv([operation.buffer], peer, 0)
+            work = self._group._end_coalescing(self.device)
+        except RuntimeError as error:
+            raise ReshardError(f"weight transfer: {what} failed: {first_line(error)}") from error
+        return _Batch(work, self._member.timeout_s, what)
+
+    def close(self) -> None:
+        """Ends also what is under way: a member that waits for one that is gone would wait for ever."""
+        group, self._group = self._group, None  # type: ignore[assignment]
+        if group is not None:
+            group.abort()
+
+
+class _Batch(Started):
+    def __init__(self, work: Any, timeout_s: float, what: str) -> None:
+        self._work, self._timeout_s, self._what = work, timeout_s, what
+
+    def wait(self) -> None:
+        try:
+            # on the host, so that a failure is seen here and not in whatever uses the stream next
+            wait_until(self._work.is_completed, timeout_s=self._timeout_s, what=self._what)
+            self._work.wait()
+        except RuntimeError as error:
+            raise ReshardError(f"weight transfer: {self._what} failed: {first_line(error)}") from error
