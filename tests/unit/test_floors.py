@@ -32,6 +32,8 @@ FLOORS = {
     "megatron_rl.model": 2,
     "megatron_rl.rollout": 2,
     "megatron_rl.reshard.execute": 2,
+    "megatron_rl.reshard.parcels": 2,
+    "megatron_rl.reshard.receive": 2,
     "megatron_rl.reshard.transports": 2,
     "megatron_rl.train.optimizer": 3,
     "megatron_rl.train.policy": 3,
