@@ -182,11 +182,12 @@ class _ConfigReader:
     def _rope(self) -> tuple[float, RopeScaling | None]:
         """Base and scaling: transformers 5 has `rope_parameters`, 4 has `rope_theta` and `rope_scaling`."""
         key = "rope_parameters" if self.config.get("rope_parameters") else "rope_scaling"
-        if key == "rope_parameters" and self.config.get("rope_scaling"):
-            raise self._error("rope_scaling", self.config["rope_scaling"], "absent beside rope_parameters")
         rope = self.config.get(key) or {}
         if not isinstance(rope, dict):
             raise self._error(key, rope, "an object or null")
+        other_spelling = self.config.get("rope_scaling")
+        if key == "rope_parameters" and other_spelling and _settings(other_spelling) != _settings(rope):
+            raise self._error("rope_scaling", other_spelling, "as rope_parameters says, or absent")
         holder = rope if "rope_theta" in rope else self.config
         prefix = f"{key}." if holder is rope else ""
         theta = self._positive(holder, "rope_theta", prefix=prefix, default=10000.0)
@@ -233,3 +234,11 @@ class _ConfigReader:
     def _error(self, key: str, got: Any, allowed: str) -> ModelError:
         shown = "nothing" if got is None else json.dumps(got)
         return ModelError(f"{self.path}: {key}: got {shown}, must be {allowed}")
+
+
+def _settings(rope: object) -> object:
+    """Kind and numbers of a scaling, whichever spelling says them."""
+    if not isinstance(rope, dict):
+        return rope
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return {k: v for k, v in rope.items() if k not in ("rope_type", "type", "rope_theta")} | {"kind": kind}

@@ -79,6 +79,16 @@ def test_both_transformers_spellings_give_one_spec(config: dict[str, Any], tmp_p
     assert read(tmp_path, modern) == read(tmp_path, config)
 
 
+@pytest.mark.parametrize("config", [QWEN2, LLAMA], ids=["qwen2", "llama"])
+def test_both_spellings_in_one_config_must_agree(config: dict[str, Any], tmp_path: Path) -> None:
+    rope = {"rope_type": "default", **(config.get("rope_scaling") or {}), "rope_theta": config["rope_theta"]}
+    assert read(tmp_path, config | {"rope_parameters": rope}) == read(tmp_path, config)
+    with pytest.raises(ModelError, match=r"rope_scaling: got .*, must be as rope_parameters says, or absent"):
+        read(tmp_path, config | {"rope_parameters": rope, "rope_scaling": LLAMA3_ROPE | {"factor": 3.0}})
+    with pytest.raises(ModelError, match="rope_theta: got"):
+        read(tmp_path, config | {"rope_parameters": rope, "rope_theta": 1.0})
+
+
 @pytest.mark.parametrize("scaling", [None, {}, {"type": "default"}, {"rope_type": "default"}], ids=str)
 def test_default_scaling_is_no_scaling(scaling: Any, tmp_path: Path) -> None:
     assert read(tmp_path, LLAMA | {"rope_scaling": scaling}).rope_scaling is None
