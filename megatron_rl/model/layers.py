@@ -20,6 +20,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -47,6 +48,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+
+
+class Router(TopKRouter):
+    """megatron-core's router with logits in the model's dtype, as HF and vLLM compute them.
+
+    Its own product for the logits does not run where TransformerEngine is missing.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight)
 
 
 def resolve_spec_kind(kind: str, *, dtype: torch.dtype) -> str:
@@ -92,7 +103,7 @@ def build_block_spec(kind: str, *, num_layers: int, qk_norm: bool, moe: bool) ->
         experts = _mlp_spec(SequentialMLP, ColumnParallelLinear, RowParallelLinear)
     norm, column, attention, row = modules
     mlp = (
-        ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+        ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
         if moe
         else _mlp_spec(MLP, column, row)
     )

@@ -111,6 +111,9 @@ def destroy_model_groups() -> None:
 
     # every rank must be past its last collective before the groups go
     dist.barrier()
+    # megatron-core only forgets most of its groups, whose threads would pile up; the first entry is the world
+    for group in (parallel_state._global_process_group_list or [None])[1:]:
+        dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 

@@ -1,6 +1,6 @@
 """The one patch of the project: what megatron-core 0.16.1 needs to run on CPU with gloo.
 
-megatron-core takes a CUDA device for granted in five ways; `PATCHED` lists each name that is replaced, with
+megatron-core takes a CUDA device for granted in many places; `PATCHED` lists each name that is replaced, with
 the reason. `apply` replaces them all and can be called again. Only `platform.device.activate` calls it, and
 only where there is no accelerator.
 """
@@ -91,6 +91,34 @@ def _factory_on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return make
 
 
+def _gather_along_first_dim(
+    input_: Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> Tensor:
+    """megatron-core's gather; shards of different lengths, which gloo refuses, travel padded to the longest."""
+    if group.size() == 1:
+        return input_
+    sizes = [input_.size(0)] * group.size() if output_split_sizes is None else list(output_split_sizes)
+    longest = max(sizes)
+    mine = input_.contiguous()
+    if mine.size(0) < longest:
+        mine = torch.cat([mine, mine.new_zeros(longest - mine.size(0), *mine.shape[1:])])
+    whole = mine.new_empty(longest * group.size(), *mine.shape[1:])
+    shards = list(whole.split(longest))
+    torch.distributed.all_gather(shards, mine, group=group)
+    if min(sizes) == longest:
+        return whole
+    return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)])
+
+
+def _splits_on_host(self: Any, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+    """Where tensors of a device would be copied to the host: here they only become the arrays gloo is given."""
+    if point == self.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            if isinstance(splits := getattr(self, name), Tensor):
+                setattr(self, name, splits.numpy())
+    return tokens_per_expert
+
+
 class _TorchOnCpu(types.ModuleType):
     """A copy of the torch namespace whose factories read `device="cuda"` as the CPU."""
 
@@ -122,6 +150,8 @@ _DEVICE = "a device for tensor factories; raises without CUDA"
 _WAIT = "waits for the device; raises without CUDA"
 _RNG = "the RNG tracker keeps one generator state per role; on CPU that is the CPU generator"
 _RNG_TORCH = "the RNG tracker seeds and reads the device generator; raises or is queued for ever without CUDA"
+_DISPATCH = "tokens on their way to experts are counted on a side stream; there are no streams without CUDA"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 _ADAM = "without Apex it falls back to torch's Adam, whose per-parameter step cannot be resharded"
 
 PATCHED: tuple[Patch, ...] = (
@@ -134,6 +164,11 @@ PATCHED: tuple[Patch, ...] = (
     Patch("torch:Tensor", "type", _tensor_type_for_megatron, "optimizers ask for torch.cuda.FloatTensor"),
     Patch("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", _get_rng_state, _RNG),
     Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", _set_rng_state, _RNG),
+    # anything but None: the stream is made where there is none yet
+    Patch(_DISPATCHER, "cuda_dtoh_stream", "no stream", _DISPATCH),
+    Patch(_DISPATCHER, "_maybe_dtoh_and_synchronize", _splits_on_host, _DISPATCH),
+    Patch("megatron.core.tensor_parallel.mappings", "_gather_along_first_dim", _gather_along_first_dim,
+          "gathers shards of different lengths where experts are split; gloo takes equal ones only"),
     Patch("megatron.core.optimizer", "Adam", FusedAdam, _ADAM),
     Patch("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER", False, _ADAM),
     Patch("megatron.core.optimizer.distrib_optimizer", "Adam", FusedAdam, _ADAM),

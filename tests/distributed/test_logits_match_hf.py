@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,22 @@ class Case:
     pp: int = 1
     vpp: int = 1
     sp: bool = False
+    ep: int = 1
+    etp: int | None = None
+    first: int | None = None
+    last: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.model}-tp{self.tp}-pp{self.pp}" + (f"-vpp{self.vpp}" if self.vpp > 1 else "") + (
-            "-sp" if self.sp else "")
+        plain = asdict(Case(self.model, sp=self.sp))
+        degrees = [f"{key}{value}" for key, value in asdict(self).items() if value != plain[key]]
+        return "-".join([self.model, *degrees, *["sp"] * self.sp])
+
+    def layout(self, world_size: int) -> ParallelLayout:
+        return ParallelLayout.for_world(
+            tp=self.tp, pp=self.pp, vpp=self.vpp, sp=self.sp, ep=self.ep, etp=self.etp,
+            first_stage_layers=self.first, last_stage_layers=self.last, world_size=world_size,
+        )
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -52,6 +63,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-tied": {"family": "qwen3", "tied": True},
     "llama": {"family": "llama"},
     "llama-scaled": {"family": "llama", "rope_factor": 8.0, "tied": True},
+    "moe": {"family": "qwen3_moe"},
+    "moe-raw": {"family": "qwen3_moe", "norm_topk_prob": False, "experts_per_token": 3, "tied": True},
 }
 # all of them in one world of four: data parallelism fills what the model does not use
 WORLD_SIZE = 4
@@ -64,11 +77,18 @@ CASES = [
     Case("qwen2-tied", tp=2, pp=2, sp=True),
     Case("qwen2-onekv", tp=4), Case("qwen2-onekv", tp=4, sp=True), Case("qwen3", tp=4),
     Case("qwen3-tied", tp=2, pp=2, vpp=2, sp=True), Case("llama-scaled", tp=2, pp=2),
+    Case("qwen2", pp=2, first=1), Case("qwen2-tied", tp=2, pp=2, last=3), Case("qwen3", pp=2, first=3, last=1),
+    Case("qwen2-tied", pp=4, first=1, last=1),
+    Case("moe", ep=2), Case("moe", ep=4), Case("moe", tp=2, sp=True), Case("moe", tp=2, sp=True, ep=2, etp=1),
+    Case("moe", tp=2, sp=True, ep=2), Case("moe", ep=2, etp=2), Case("moe", tp=4, sp=True, ep=2, etp=2),
+    Case("moe", pp=2, ep=2), Case("moe-raw", tp=2, sp=True, ep=4, etp=1),
+    Case("moe-raw", tp=2, pp=2, vpp=2, sp=True, ep=2, etp=1),
 ]
 # those whose weights are also written back
 EXPORTED = [
     Case("qwen2", tp=2, pp=2), Case("qwen2-tied", tp=2, pp=2, sp=True), Case("qwen2-onekv", tp=4),
-    Case("qwen3-tied", tp=2, pp=2, vpp=2, sp=True), Case("llama"),
+    Case("qwen3-tied", tp=2, pp=2, vpp=2, sp=True), Case("llama"), Case("qwen2-tied", tp=2, pp=2, last=3),
+    Case("moe", tp=2, sp=True, ep=2), Case("moe-raw", tp=2, pp=2, vpp=2, sp=True, ep=2, etp=1),
 ]
 
 
@@ -154,9 +174,7 @@ def gather_over_tp(shard: torch.Tensor, layout: ParallelLayout, *, dim: int) -> 
 @contextlib.contextmanager
 def loaded_model(root: Path, case: Case, rank: int, world_size: int) -> Iterator[Any]:
     """(chunks, spec, layout) of one case on this rank, inside its own groups of the one world."""
-    layout = ParallelLayout.for_world(
-        tp=case.tp, pp=case.pp, vpp=case.vpp, sp=case.sp, world_size=world_size
-    )
+    layout = case.layout(world_size)
     build_model_groups(layout, timeout_s=60.0)
     spec = ModelSpec.from_hf(root / case.model)
     chunks = build_model(spec, layout, dtype=torch.float32)
@@ -190,7 +208,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logits(models: Path, exports: Path) -> dict[str, list[torch.Tensor]]:
     """Case name -> the logits of every rank of a last stage."""
     found: dict[str, list[torch.Tensor]] = {}
-    for of_rank in run_distributed(run_cases, WORLD_SIZE, models, exports, timeout_s=150.0):
+    for of_rank in run_distributed(run_cases, WORLD_SIZE, models, exports, timeout_s=240.0):
         for name, value in of_rank.items():
             if value is not None:
                 found.setdefault(name, []).append(value)
