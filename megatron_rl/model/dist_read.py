@@ -10,7 +10,6 @@ import io
 import math
 import os
 import pickle
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,7 +41,7 @@ _BAD_METADATA = (
     TypeError,
     ValueError,
 )
-_BAD_BOX = (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile)
+_NO_TENSOR = (EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class DistCheckpoint:
                 part = out.narrow(place.dim, place.hf_start, place.length)
             try:
                 covered = self._read_part(place.key, place.index, starts, part)
-            except _BAD_BOX as error:
+            except (OSError, EOFError, ValueError) as error:
                 raise CheckpointError(f"{self.directory}: {name}: cannot be read: {error}") from None
             if covered != part.numel():
                 raise CheckpointError(
@@ -128,8 +127,7 @@ class DistCheckpoint:
         """Where the raw elements of a box begin: what `torch.save` writes around them differs with its version."""
         place = (box.file, box.begin)
         if place not in self._located:
-            window = _Window(self._files[box.file], box.begin, box.length)
-            tensor = torch.load(io.BufferedReader(window), map_location="meta", weights_only=True)
+            tensor = _load_meta(_Window(self._files[box.file], box.begin, box.length), box)
             if tensor.dtype is not self._dtypes[key] or not tensor.is_contiguous():
                 raise ValueError(f"{key}: {box.file} holds {tensor.dtype} of strides {tensor.stride()}")
             # set by torch.load for storages on the meta device
@@ -138,6 +136,17 @@ class DistCheckpoint:
             self._located[place] = Stored(tensor.dtype, tuple(tensor.shape), offset)
         whole = self._located[place]
         return Stored(whole.dtype, box.sizes, whole.offset + box.skip * whole.dtype.itemsize)
+
+
+def _load_meta(window: _Window, box: _Box) -> Tensor:
+    """What `torch.save` wrote, without its elements."""
+    try:
+        tensor = torch.load(io.BufferedReader(window), map_location="meta", weights_only=True)
+    except _NO_TENSOR:
+        tensor = None
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{box.file} holds no tensor at byte {box.begin}")
+    return tensor
 
 
 class _Window(io.RawIOBase):

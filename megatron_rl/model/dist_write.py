@@ -91,7 +91,13 @@ def _assemble(source: Reader, shard: Shard, tensor: Tensor) -> Tensor:
 
 def _write_tensor(file: IO[bytes], name: str, shard: Shard, tensor: Tensor) -> WriteResult:
     begin = file.tell()
-    torch.save(tensor, file)
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:
+        # torch ends its archive on the way out, which fails as well and hides the reason
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
     index = MetadataIndex(shard.key, torch.Size(shard.index + shard.starts))
     return _result(index, name, begin, file.tell())
 

@@ -37,10 +37,12 @@ def read_header(path: Path) -> dict[str, Stored]:
     """
     try:
         # the package compares every interval with the size of the file
-        with safe_open(str(path), framework="pt"), path.open("rb") as file:
+        with path.open("rb") as file, safe_open(str(path), framework="pt"):
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
-    except (SafetensorError, OSError, ValueError) as error:
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (SafetensorError, ValueError) as error:
         raise ModelError(
             f"{path}: not a complete safetensors file: {error}; download or write it again"
         ) from None

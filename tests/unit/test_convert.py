@@ -262,9 +262,9 @@ def test_files_that_do_not_hold_what_was_added_are_noticed(hf: Path, tmp_path: P
 
 
 def test_degrees_that_do_not_divide_the_model_are_refused(models: Path, tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match="--tp 3 --pp 1: .*4 attention heads; use 2 or 4"):
+    with pytest.raises(LayoutError, match=r"--tp 3 --pp 1: .*4 attention heads; use 2 or 4"):
         import_hf(models / "qwen2", tmp_path / "out", tp=3)
-    with pytest.raises(LayoutError, match="--tp 1 --pp 4: .*2 layers"):
+    with pytest.raises(LayoutError, match=r"--tp 1 --pp 4: .*2 layers"):
         import_hf(models / "qwen2", tmp_path / "out", pp=4)
     assert list(tmp_path.iterdir()) == []
 
@@ -274,5 +274,5 @@ def test_the_model_that_a_checkpoint_was_imported_from_is_recorded(models: Path,
     saved = read_state(tmp_path / "out")
     assert (saved.optimizer_steps, saved.progress) == (0, {"stage": 0, "step": 0})
     assert saved.model["vocab_size"] == 251 and saved.model["rope_scaling"] == {"factor": 8.0}
-    with pytest.raises(CheckpointError, match="holds another model than .*qwen3"):
+    with pytest.raises(CheckpointError, match=r"holds another model than .*qwen3"):
         convert(tmp_path / "out", tmp_path / "exported", hf_source=models / "qwen3")
