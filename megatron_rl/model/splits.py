@@ -6,9 +6,10 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron_rl.parallel.degrees import divisors, nearest
 from megatron_rl.parallel.layout import ParallelLayout
 
 if TYPE_CHECKING:
@@ -136,15 +137,3 @@ def _expert_problems(spec: ModelSpec, layout: ParallelLayout) -> Iterator[str]:
             f"layout.sp: got false with tp = {layout.tp}; megatron-core trains experts only on activations that "
             "are sharded between tp ranks: set layout.sp to true"
         )
-
-
-def divisors(size: int) -> list[int]:
-    return [n for n in range(1, size + 1) if size % n == 0]
-
-
-def nearest(degree: int, allowed: Iterable[int]) -> str:
-    """The allowed degrees on both sides of `degree`, as text."""
-    allowed = sorted(allowed)
-    below = [n for n in allowed if n < degree][-1:]
-    above = [n for n in allowed if n > degree][:1]
-    return " or ".join(str(n) for n in below + above)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.errors import LayoutError
+from megatron_rl.parallel.degrees import divisors, nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,10 +46,18 @@ class ParallelLayout:
                 raise LayoutError(
                     f"layout.{name}: got {layers} with pp={self.pp}; one stage holds all layers, set it to null"
                 )
-        if self.tp * self.dp % (self.expert_tp * self.ep):
+        stage_ranks = self.tp * self.dp
+        if stage_ranks % self.expert_tp:
             raise LayoutError(
-                f"layout.ep: ep * etp = {self.ep} * {self.expert_tp} = {self.ep * self.expert_tp} does not divide "
-                f"the tp * dp = {self.tp} * {self.dp} = {self.tp * self.dp} ranks of a pipeline stage"
+                f"layout.etp: got {self.expert_tp}, which does not divide the tp*dp = {self.tp}*{self.dp} = "
+                f"{stage_ranks} ranks of a pipeline stage; use {nearest(self.expert_tp, divisors(stage_ranks))}"
+            )
+        expert_ranks = stage_ranks // self.expert_tp
+        if expert_ranks % self.ep:
+            raise LayoutError(
+                f"layout.ep: got {self.ep} with etp = {self.expert_tp}, but ep*etp must divide the tp*dp = "
+                f"{self.tp}*{self.dp} = {stage_ranks} ranks of a pipeline stage; "
+                f"use {nearest(self.ep, divisors(expert_ranks))}"
             )
 
     @classmethod

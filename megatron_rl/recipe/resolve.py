@@ -13,11 +13,12 @@ from pathlib import Path
 from megatron_rl.errors import LayoutError, MegatronRLError, ModelError
 from megatron_rl.model.hf_tables import hf_tensors, padded_vocab
 from megatron_rl.model.spec import ModelSpec
+from megatron_rl.model.splits import split_problems
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.checks import nearest_multiples, optimizer_steps, stage_problems
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.problems import Problem, raise_problems
-from megatron_rl.recipe.schema import Recipe
+from megatron_rl.recipe.schema import LayoutConfig, Recipe
 from megatron_rl.recipe.stages import RlStage, SftStage, Stage
 from megatron_rl.reshard.tables import check_target
 
@@ -44,13 +45,31 @@ class Resolved:
     spec: ModelSpec
     num_parameters: int
     padded_vocab: int                  # embedding rows over all tp ranks
-    layers_per_pp_rank: int
+    layers_per_pp_rank: int            # of the stage with the most
+    stage_layers: tuple[int, ...]      # of each pipeline stage
     stages: tuple[ResolvedStage, ...]
 
 
 def smallest_world(recipe: Recipe) -> int:
-    """Processes of one model replica: tp * pp."""
-    return recipe.layout.tp * recipe.layout.pp
+    """Fewest processes that the layout fits: one replica of the model, or as many as its experts are dealt to."""
+    layout = recipe.layout
+    stage_ranks = math.lcm(layout.tp, layout.ep * (layout.etp or layout.tp))
+    return stage_ranks * layout.pp
+
+
+def run_layout(layout: LayoutConfig, *, world_size: int) -> ParallelLayout:
+    """The recipe's layout over `world_size` processes. Raises LayoutError when it does not come out even."""
+    return ParallelLayout.for_world(
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        sp=layout.sp,
+        ep=layout.ep,
+        etp=layout.etp,
+        first_stage_layers=layout.first_stage_layers,
+        last_stage_layers=layout.last_stage_layers,
+        world_size=world_size,
+    )
 
 
 def check_recipe(loaded: LoadedRecipe, *, world_size: int, model_spec: ModelSpec | None = None) -> Resolved:
@@ -74,22 +93,21 @@ def check_recipe(loaded: LoadedRecipe, *, world_size: int, model_spec: ModelSpec
         problems += _split_problems(recipe, spec)
     if problems or layout is None or spec is None:
         raise_problems(loaded.source, problems, loaded.places)
+    stage_layers = layout.stage_layers(spec.num_layers)
     return Resolved(
         layout=layout,
         spec=spec,
         num_parameters=sum(math.prod(shape) for shape in hf_tensors(spec).values()),
         padded_vocab=padded_vocab(spec.vocab_size, layout.tp),
-        layers_per_pp_rank=spec.num_layers // layout.pp,
+        layers_per_pp_rank=max(stage_layers),
+        stage_layers=stage_layers,
         stages=tuple(_resolve_stage(stage, layout.dp) for stage in recipe.stages),
     )
 
 
 def _layout(recipe: Recipe, world_size: int, problems: list[Problem]) -> ParallelLayout | None:
-    wanted = recipe.layout
     try:
-        return ParallelLayout.for_world(
-            tp=wanted.tp, pp=wanted.pp, vpp=wanted.vpp, sp=wanted.sp, world_size=world_size
-        )
+        return run_layout(recipe.layout, world_size=world_size)
     except LayoutError as error:
         problems.append(_as_problem(error, "layout"))
         return None
@@ -134,16 +152,13 @@ def _missing(dotted: str, path: Path, what: str) -> Problem:
 
 def _split_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     """Model sizes that the trainer's or an engine's degrees do not divide."""
-    wanted = recipe.layout
-    # tp and pp apart: each has its own error
-    parts = [ParallelLayout(tp=wanted.tp)]
-    if wanted.pp > 1 or wanted.vpp == 1:
-        parts.append(ParallelLayout(pp=wanted.pp, vpp=wanted.vpp))
-    for part in parts:
-        try:
-            spec.check_layout(part)
-        except LayoutError as error:
-            yield _as_problem(error, "layout")
+    try:
+        # whether it fits the number of processes has its own line
+        layout = run_layout(recipe.layout, world_size=smallest_world(recipe))
+    except LayoutError:
+        layout = ParallelLayout(tp=recipe.layout.tp, sp=recipe.layout.sp)
+    for problem in split_problems(spec, layout):
+        yield _as_problem(LayoutError(problem), "layout")
     for i, stage in enumerate(recipe.stages):
         if isinstance(stage, RlStage):
             try:

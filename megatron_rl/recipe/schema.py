@@ -28,6 +28,10 @@ class LayoutConfig:
     pp: PositiveInt = 1
     vpp: PositiveInt = 1  # model chunks per pipeline stage
     sp: Bool = False  # sequence parallel: activations sharded between tp ranks
+    ep: PositiveInt = 1  # mixture of experts: ranks of a stage among which the experts are dealt out
+    etp: PositiveInt | None = None  # tensor parallel inside an expert; null: as tp
+    first_stage_layers: PositiveInt | None = None  # layers of the first pipeline stage; null: an even share
+    last_stage_layers: PositiveInt | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from megatron_rl.errors import LayoutError
 from megatron_rl.model.hf_tables import EMBEDDING, HEAD, hf_tensors
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.model.splits import divisors, nearest
+from megatron_rl.parallel.degrees import divisors, nearest
 
 ENGINE_VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this, whatever its tensor parallelism
 
@@ -20,7 +20,7 @@ Need = tuple[int | None, int, int]  # (dim, start, length); dim None: the whole 
 
 
 def check_target(spec: ModelSpec, *, tp: int) -> None:
-    """Raises LayoutError, naming the nearest degrees that work, when an engine of `tp` workers cannot hold the model."""
+    """Raises LayoutError, naming the nearest degrees that work, when `tp` workers cannot hold the model."""
     problem = _target_problem(spec, tp)
     if problem is not None:
         allowed = [n for n in divisors(spec.num_heads) if _target_problem(spec, n) is None]

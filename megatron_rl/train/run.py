@@ -18,6 +18,7 @@ from megatron_rl.parallel.groups import destroy_process_groups, init_process_gro
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
 from megatron_rl.recipe.load import LoadedRecipe
+from megatron_rl.recipe.resolve import run_layout
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import SftStage
 from megatron_rl.rollout.replicas import check_hosts
@@ -119,13 +120,7 @@ def _set_up_process(recipe: Recipe, place: RankEnvironment) -> ParallelLayout:
         torch.use_deterministic_algorithms(True)
     if device.has_accelerator():
         torch.cuda.set_device(place.local_rank)
-    layout = ParallelLayout.for_world(
-        tp=recipe.layout.tp,
-        pp=recipe.layout.pp,
-        vpp=recipe.layout.vpp,
-        sp=recipe.layout.sp,
-        world_size=place.world_size,
-    )
+    layout = run_layout(recipe.layout, world_size=place.world_size)
     init_process_groups(
         layout,
         rank=place.rank,
