@@ -145,7 +145,7 @@ def _train_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     train = commands.add_parser("train", help="run all stages of a recipe")
     _add_recipe(train)
     train.add_argument("--run-dir", type=Path, metavar="DIR", help="where to write (default: runs/NAME-TIME)")
-    train.add_argument("--nproc", type=_positive, metavar="N", help="local ranks to start (default: the fewest that fit)")
+    train.add_argument("--nproc", type=_positive, metavar="N", help="local ranks (default: the fewest that fit)")
     train.add_argument("--resume", action="store_true", help="continue the run in --run-dir")
     train.set_defaults(run=_train)
     return train
@@ -154,7 +154,7 @@ def _train_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _check_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="every problem of a recipe at once, else its derived numbers")
     _add_recipe(check)
-    check.add_argument("--world", type=_positive, metavar="N", help="number of processes (default: the fewest that fit)")
+    check.add_argument("--world", type=_positive, metavar="N", help="processes (default: the fewest that fit)")
     check.add_argument("--json", action="store_true", help="print the numbers as JSON")
     check.set_defaults(run=_check)
     return check
