@@ -17,9 +17,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_rl.errors import ReshardError
 from megatron_rl.model.hf_tables import hf_tensors
 from megatron_rl.model.spec import ModelSpec
@@ -32,8 +29,6 @@ from megatron_rl.reshard.proof import check_plan
 from megatron_rl.reshard.routes import Members, Routes, choose_routes
 from megatron_rl.reshard.segments import Holding, Interval, Segment, build_segments, read_holdings, stages_of
 from megatron_rl.reshard.tables import Need, target_needs
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +118,14 @@ class ReshardPlan:
         """Per bucket, the positions of the tensors whose last byte arrives in it."""
         return tuple(completed(self.buckets))
 
-    def workers_of(self, segment: Segment) -> Ints:
+    def workers_of(self, segment: Segment) -> list[int]:
         """The members that need a segment, lowest first: those of its row in `routes`."""
         if segment.tp_ranks not in self._workers:
-            self._workers[segment.tp_ranks] = np.array(
-                self.members.workers_of(segment.tp_ranks), dtype=np.int64
-            )
+            self._workers[segment.tp_ranks] = self.members.workers_of(segment.tp_ranks)
         return self._workers[segment.tp_ranks]
 
     @cached_property
-    def _workers(self) -> dict[tuple[int, ...], Ints]:
+    def _workers(self) -> dict[tuple[int, ...], list[int]]:
         return {}
 
     @cached_property
@@ -146,7 +139,7 @@ class ReshardPlan:
         found: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         for index, (segment, senders) in enumerate(zip(self.segments, self.routes, strict=True)):
             if member in senders:
-                for worker, sender in zip(self.workers_of(segment).tolist(), senders, strict=True):
+                for worker, sender in zip(self.workers_of(segment), senders, strict=True):
                     if sender == member:
                         found[segment.bucket, member, worker].append(index)
         return self._messages(found)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import groupby, pairwise
 from math import prod
+from operator import add, ne
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_rl.reshard.buckets import need_bytes
-from megatron_rl.reshard.segments import Segment
 
 if TYPE_CHECKING:
     from megatron_rl.reshard.plan import ReshardPlan
-
-Ints = NDArray[np.int64]
 
 
 def summarise(plan: ReshardPlan) -> dict[str, Any]:
@@ -32,11 +29,10 @@ def summarise(plan: ReshardPlan) -> dict[str, Any]:
     traffic = _traffic(plan)
     on_device, least_entering = _minimum(plan)
     minimum = needed_bytes(plan) - on_device
-    sent, received = traffic.sent.sum(axis=0), traffic.received.sum(axis=0)
-    trainers, workers = sent[: plan.num_trainers], received[plan.num_trainers :]
-    on_wires = int(received.sum())
+    on_wires = sum(traffic.received)
     model_bytes = sum(prod(shape) for shape in plan.shapes.values()) * plan.element_bytes
     slices = [interval.bytes for segment in plan.segments for interval in segment.intervals]
+    senders, relays = traffic.sent[: plan.num_trainers], traffic.sent[plan.num_trainers :]
     return {
         "source": asdict(plan.source),
         "target": {"tp": plan.target_tp, "replicas": plan.replicas},
@@ -56,16 +52,16 @@ def summarise(plan: ReshardPlan) -> dict[str, Any]:
         "bucket_bytes": plan.bucket_bytes,
         "buckets": plan.num_buckets,
         "messages": traffic.messages,
-        "transfers": traffic.transfers,
+        "transfers": sum(len(s.intervals) * len(r) for s, r in zip(plan.segments, plan.routes, strict=True)),
         "smallest_slice_bytes": min(slices),
         "largest_slice_bytes": max(slices),
-        "sent_bytes": _table(trainers),
-        "send_imbalance": _imbalance(trainers),
-        "received_bytes": _table(workers),
-        "receive_imbalance": _imbalance(workers),
-        "relayed_bytes": _table(sent[plan.num_trainers :]) if plan.two_tier else {},
-        "peak_send_bytes": _peak(traffic.packed),
-        "peak_receive_bytes": _peak(traffic.unpacked),
+        "sent_bytes": dict(enumerate(senders)),
+        "send_imbalance": _imbalance(senders),
+        "received_bytes": dict(enumerate(traffic.received)),
+        "receive_imbalance": _imbalance(traffic.received),
+        "relayed_bytes": dict(enumerate(relays)) if plan.two_tier else {},
+        "peak_send_bytes": traffic.peak_send,
+        "peak_receive_bytes": traffic.peak_receive,
     }
 
 
@@ -80,44 +76,74 @@ def needed_bytes(plan: ReshardPlan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Traffic:
-    """Bytes per bucket and member, on wires and together with copies on one device, and totals."""
+    """Bytes on wires per member and per worker, and what `summarise` says of all."""
 
-    sent: Ints
-    received: Ints
-    packed: Ints
-    unpacked: Ints
+    sent: list[int]
+    received: list[int]
     local: int
     cross: int
     messages: int
-    transfers: int
+    peak_send: int
+    peak_receive: int
 
 
 def _traffic(plan: ReshardPlan) -> _Traffic:
-    members = plan.num_trainers + plan.num_workers
-    packed, unpacked, sent, received = np.zeros((4, plan.num_buckets, members), dtype=np.int64)
-    node = np.array([plan.placement.node(member) for member in range(members)])
-    device = np.array([_device_number(plan, member) for member in range(members)])
-    cross = transfers = 0
-    pairs: list[set[int]] = [set() for _ in range(plan.num_buckets)]
-    for segment, senders, workers in _routes(plan):
-        bucket, size = segment.bucket, segment.bytes
-        on_wire = device[senders] != device[workers]
-        packed[bucket] += np.bincount(senders, minlength=members) * size
-        sent[bucket] += np.bincount(senders[on_wire], minlength=members) * size
-        unpacked[bucket, workers] += size
-        received[bucket, workers[on_wire]] += size
-        cross += int(np.count_nonzero(node[senders] != node[workers])) * size
-        transfers += len(segment.intervals) * len(workers)
-        pairs[bucket].update((senders * members + workers).tolist())
-    messages = sum(len(found) for found in pairs)
-    local = int(unpacked.sum() - received.sum())
-    return _Traffic(sent, received, packed, unpacked, local, cross, messages, transfers)
+    wires = _Wires(plan)
+    sent, received = [0] * wires.num_members, [0] * plan.num_workers
+    packed, unpacked = [], []  # per bucket: of every member, of every tp rank
+    cross = messages = 0
+    routes = zip(plan.segments, plan.routes, strict=True)
+    for _, bucket in groupby(routes, key=lambda route: route[0].bucket):
+        out, into = [0] * wires.num_members, [0] * plan.target_tp
+        pairs: set[int] = set()
+        for segment, senders in bucket:
+            workers = plan.workers_of(segment)
+            for sender, count in Counter(senders).items():
+                out[sender] += count * segment.bytes
+            for rank in segment.tp_ranks:
+                into[rank] += segment.bytes
+            for sender, worker in wires.copies(senders, workers):
+                sent[sender] -= segment.bytes
+                received[worker - plan.num_trainers] -= segment.bytes
+            cross += wires.num_crossing(senders, workers) * segment.bytes
+            pairs.update(map(add, map(wires.first_pair.__getitem__, senders), workers))
+        messages += len(pairs)
+        packed.append(out)
+        unpacked.append(into)
+    local = -sum(received)
+    sent = [less + sum(column) for less, column in zip(sent, zip(*packed, strict=True), strict=True)]
+    arrived = [sum(column) for column in zip(*unpacked, strict=True)]
+    received = [less + arrived[worker % plan.target_tp] for worker, less in enumerate(received)]
+    return _Traffic(sent, received, local, cross, messages, _peak(packed), _peak(unpacked))
 
 
-def _routes(plan: ReshardPlan) -> Iterator[tuple[Segment, Ints, Ints]]:
-    """Every segment with its senders and workers, as members."""
-    for segment, senders in zip(plan.segments, plan.routes, strict=True):
-        yield segment, np.array(senders, dtype=np.int64), plan.workers_of(segment)
+class _Wires:
+    """What lies between members: nothing on one device, a wire inside a node, or one between nodes."""
+
+    def __init__(self, plan: ReshardPlan) -> None:
+        place = plan.placement
+        self.num_members = plan.num_trainers + plan.num_workers
+        members = range(self.num_members)
+        self.first_pair = [member * self.num_members for member in members]  # numbers (sender, receiver)
+        self._node = [place.node(member) for member in members]
+        self._is_one_node = place.num_nodes == 1
+        self._device = [place.device(member) for member in members]
+        devices = self._device[: plan.num_trainers]
+        self._has_copies = bool(({*devices} & {*self._device[plan.num_trainers :]}) - {None})
+
+    def copies(self, senders: Sequence[int], workers: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The pairs that share a device."""
+        if self._has_copies:
+            for sender, worker in zip(senders, workers, strict=True):
+                if self._device[sender] is not None and self._device[sender] == self._device[worker]:
+                    yield sender, worker
+
+    def num_crossing(self, senders: Sequence[int], workers: Sequence[int]) -> int:
+        """Number of pairs on different nodes."""
+        if self._is_one_node:
+            return 0
+        node_of = self._node.__getitem__
+        return sum(map(ne, map(node_of, senders), map(node_of, workers)))
 
 
 def _minimum(plan: ReshardPlan) -> tuple[int, int]:
@@ -144,29 +170,15 @@ def _minimum(plan: ReshardPlan) -> tuple[int, int]:
     return local, entering
 
 
-def _device_number(plan: ReshardPlan, member: int) -> int:
-    """Equal for members of one device alone."""
-    place = plan.placement.device(member)
-    if place is None:
-        return -1 - member
-    node, device = place
-    return node * (1 << 32) + device
-
-
-def _table(sizes: Ints) -> dict[int, int]:
-    return dict(enumerate(sizes.tolist()))
-
-
-def _imbalance(sizes: Ints) -> float:
-    mean = float(sizes.mean())
-    return float(sizes.max()) / mean if mean else 1.0
+def _imbalance(sizes: Sequence[int]) -> float:
+    return max(sizes) * len(sizes) / sum(sizes) if any(sizes) else 1.0
 
 
 def _ratio(got: int, least: int) -> float:
     return got / least if least else 1.0
 
 
-def _peak(per_bucket: Ints) -> int:
+def _peak(per_bucket: Sequence[Sequence[int]]) -> int:
     """Most bytes of one member in two consecutive buckets."""
-    following = np.vstack([per_bucket[1:], np.zeros_like(per_bucket[:1])])
-    return int((per_bucket + following).max())
+    nothing = [0] * len(per_bucket[0])
+    return max(max(map(sum, zip(*pair, strict=True))) for pair in pairwise([*per_bucket, nothing]))

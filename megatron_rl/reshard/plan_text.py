@@ -16,21 +16,27 @@ if TYPE_CHECKING:
 _SHOWN = 12  # members that are listed
 
 
-def summary_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Three lines from `ReshardPlan.summary`: what moves, how evenly, in how many pieces."""
-    wires = (
-        f"{size_text(facts['intra_node_bytes'])} inside nodes, {size_text(facts['cross_node_bytes'])} between"
-    )
-    if facts["nodes"] == 1:
-        wires = "one node"
-    sent, received = facts["sent_bytes"].values(), facts["received_bytes"].values()
+def summary_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Three lines from `ReshardPlan.summary`, as (what, how much): what moves, how evenly, in how many pieces."""
+    where = "on one machine"
+    if facts["nodes"] > 1:
+        where = f"{size_text(facts['cross_node_bytes'])} of it between {facts['nodes']} machines"
     return [
-        f"moves {size_text(facts['bytes_moved'])} ({wires}), {facts['ratio_to_minimum']:.2f} x the minimum; "
-        f"whole tensors to every worker would be {size_text(facts['broadcast_bytes'])}",
-        f"trainer ranks send {_spread(sent)} (max/mean {facts['send_imbalance']:.2f}), "
-        f"workers receive {_spread(received)}",
-        f"{facts['messages']:,} messages of {facts['transfers']:,} slices in {facts['buckets']:,} buckets of at "
-        f"most {size_text(facts['bucket_bytes'])} per worker",
+        (
+            "weights moved",
+            f"{size_text(facts['bytes_moved'])} {where}, {facts['ratio_to_minimum']:.2f} x the minimum; whole tensors "
+            f"would be {size_text(facts['broadcast_bytes'])}",
+        ),
+        (
+            "weights per rank",
+            f"out {_spread(facts['sent_bytes'].values())} (max/mean {facts['send_imbalance']:.2f}), into a worker "
+            f"{_spread(facts['received_bytes'].values())}",
+        ),
+        (
+            "weights cut into",
+            f"{_count(facts['buckets'], 'bucket')} of at most {size_text(facts['bucket_bytes'])} per worker, "
+            f"{_count(facts['messages'], 'message')}, {_count(facts['transfers'], 'slice')}",
+        ),
     ]
 
 
@@ -55,11 +61,15 @@ def explain(facts: Mapping[str, Any], digest: str) -> str:
         ("  between nodes", _between(facts)),
         ("instead of", f"{size_text(facts['broadcast_bytes'])}, were whole tensors sent to every worker"),
         ("", ""),
-        ("trainer ranks send", f"{_spread(sent.values())}, max/mean {facts['send_imbalance']:.2f}"),
+        ("trainer ranks send", f"{_spread(sent.values())} each, max/mean {facts['send_imbalance']:.2f}"),
         *_extremes(sent, "rank"),
-        ("workers receive", f"{_spread(received.values())}, max/mean {facts['receive_imbalance']:.2f}"),
+        ("workers receive", f"{_spread(received.values())} each, max/mean {facts['receive_imbalance']:.2f}"),
         *_extremes(received, "worker"),
-        *([("  and pass on", _spread(facts["relayed_bytes"].values()))] if facts["two_tier"] else []),
+        *(
+            [("  and pass on", f"{_spread(facts['relayed_bytes'].values())} each")]
+            if facts["two_tier"]
+            else []
+        ),
         ("", ""),
         ("buckets", f"{facts['buckets']:,} of at most {size_text(facts['bucket_bytes'])} per worker"),
         ("messages", f"{facts['messages']:,} of together {facts['transfers']:,} slices, {slices} each"),
@@ -166,7 +176,7 @@ def _travels(plan: ReshardPlan, name: str) -> Iterator[str]:
 
 def _senders(plan: ReshardPlan, segment: Segment, senders: Sequence[int]) -> Iterator[str]:
     receivers: dict[int, list[int]] = defaultdict(list)
-    for worker, sender in zip(plan.workers_of(segment).tolist(), senders, strict=True):
+    for worker, sender in zip(plan.workers_of(segment), senders, strict=True):
         receivers[sender].append(worker - plan.num_trainers)
     passed_on = []
     for sender, workers in sorted(receivers.items()):
@@ -213,9 +223,7 @@ def _layout(source: Mapping[str, Any]) -> str:
 def _spread(sizes: Iterable[int]) -> str:
     sizes = list(sizes)
     low, high = size_text(min(sizes)), size_text(max(sizes))
-    if low == high:
-        return f"{low} each"
-    return f"{low} to {high} each"
+    return low if low == high else f"{low} to {high}"
 
 
 def _some(words: Sequence[str]) -> str:

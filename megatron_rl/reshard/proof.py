@@ -7,11 +7,9 @@ rank in every engine, provided that each of them has one sender for each of its 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megatron_rl.errors import ReshardError
 from megatron_rl.reshard.buckets import need_bytes
@@ -20,9 +18,6 @@ from megatron_rl.reshard.tables import Need
 
 if TYPE_CHECKING:
     from megatron_rl.reshard.plan import ReshardPlan
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 def check_plan(plan: ReshardPlan) -> None:
@@ -72,34 +67,33 @@ def check_routes(plan: ReshardPlan) -> None:
     """Every worker of every segment has one sender, which holds it or passes on what it receives itself."""
     if len(plan.routes) != len(plan.segments):
         raise ReshardError(f"reshard plan: {len(plan.segments)} segments, but senders for {len(plan.routes)}")
-    holding = np.array(plan.holding_of)
-    for segment, route in zip(plan.segments, plan.routes, strict=True):
-        workers, senders = plan.workers_of(segment), np.array(route)
+    for segment, senders in zip(plan.segments, plan.routes, strict=True):
+        workers = plan.workers_of(segment)
         if len(senders) != len(workers):
             raise ReshardError(
                 f"reshard plan: {_first(plan, segment)} goes to {len(workers)} workers, but has "
                 f"{len(senders)} senders"
             )
-        holds = np.zeros(len(plan.holdings), dtype=bool)
-        holds[list(segment.holdings)] = True
-        direct = (senders >= 0) & (senders < plan.num_trainers)
-        wrong = direct & ~holds[holding[np.where(direct, senders, 0)]]
-        if wrong.any():
-            at = int(wrong.argmax())
-            raise ReshardError(
-                f"reshard plan: {_first(plan, segment)} goes to {_worker(plan, workers[at])} from trainer "
-                f"rank {senders[at]}, which does not hold it"
-            )
-        if not direct.all():
-            _check_relays(plan, segment, direct, senders)
+        kinds = set(senders)
+        direct = {sender for sender in kinds if 0 <= sender < plan.num_trainers}
+        for sender in sorted(direct):
+            if plan.holding_of[sender] not in segment.holdings:
+                worker = workers[senders.index(sender)]
+                raise ReshardError(
+                    f"reshard plan: {_first(plan, segment)} goes to {_worker(plan, worker)} from trainer "
+                    f"rank {sender}, which does not hold it"
+                )
+        if kinds != direct:
+            _check_relays(plan, segment, dict(zip(workers, senders, strict=True)), direct)
 
 
-def _check_relays(plan: ReshardPlan, segment: Segment, direct: Bools, senders: Ints) -> None:
+def _check_relays(
+    plan: ReshardPlan, segment: Segment, sender_of: Mapping[int, int], direct: set[int]
+) -> None:
     """Whoever is no trainer rank must be a worker of the same node that one sends the segment to."""
-    workers, node = plan.workers_of(segment), plan.placement.node
-    first_hand = set(workers[direct].tolist())
-    for worker, sender in zip(workers[~direct].tolist(), senders[~direct].tolist(), strict=True):
-        if sender not in first_hand or node(sender) != node(worker):
+    node = plan.placement.node
+    for worker, sender in sender_of.items():
+        if sender not in direct and (sender_of.get(sender) not in direct or node(sender) != node(worker)):
             raise ReshardError(
                 f"reshard plan: {_first(plan, segment)} goes to {_worker(plan, worker)} from "
                 f"{_worker(plan, sender)}, which must be on the same node and receive it from a trainer rank"
@@ -135,23 +129,20 @@ def check_buckets(plan: ReshardPlan) -> None:
 
 
 def check_totals(plan: ReshardPlan) -> None:
-    """Bytes out of all senders, into all workers, and of all needs are the same."""
-    needed = [
-        sum(need_bytes(plan.shapes[name], need, plan.element_bytes) for name, need in table.items())
-        for table in plan.needs
-    ]
-    received = np.zeros(plan.num_trainers + plan.num_workers, dtype=np.int64)
-    sent = 0
+    """Bytes into each worker are those of its needs, and bytes out of all senders those into all workers."""
+    received, sent = [0] * plan.target_tp, 0
     for segment, senders in zip(plan.segments, plan.routes, strict=True):
         sent += segment.bytes * len(senders)
-        received[plan.workers_of(segment)] += segment.bytes
-    for worker, size in enumerate(received[plan.num_trainers :].tolist()):
-        if size != needed[worker % plan.target_tp]:
+        for rank in segment.tp_ranks:
+            received[rank] += segment.bytes
+    for rank, table in enumerate(plan.needs):
+        needed = sum(need_bytes(plan.shapes[name], need, plan.element_bytes) for name, need in table.items())
+        if received[rank] != needed:
             raise ReshardError(
-                f"reshard plan: worker {worker} receives {size} bytes, but needs {needed[worker % plan.target_tp]}"
+                f"reshard plan: tp rank {rank} receives {received[rank]} bytes, but needs {needed}"
             )
-    if sent != received.sum():
-        raise ReshardError(f"reshard plan: {sent} bytes leave, {received.sum()} arrive")
+    if sent != plan.replicas * sum(received):
+        raise ReshardError(f"reshard plan: {sent} bytes leave, {plan.replicas * sum(received)} arrive")
 
 
 def _check_size(plan: ReshardPlan, name: str, interval: Interval) -> None:

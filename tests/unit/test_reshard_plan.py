@@ -10,7 +10,7 @@ from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.reshard.placement import Placement
 from megatron_rl.reshard.plan import plan_from_inputs, plan_reshard
-from megatron_rl.reshard.plan_text import ranges_text, size_text, summary_lines
+from megatron_rl.reshard.plan_text import ranges_text, size_text, summary_rows
 from megatron_rl.reshard.proof import check_plan, check_totals
 from megatron_rl.reshard.tables import target_needs
 
@@ -392,7 +392,7 @@ def test_a_worker_that_receives_what_it_does_not_need_is_found():
     needless = replace(plan, needs=tuple({**table, EMBEDDING: (0, 0, 0)} for table in plan.needs))
     with pytest.raises(ReshardError, match=f"{EMBEDDING} for tp rank 0 .* ends at 64, needed up to 0"):
         check_plan(needless)
-    with pytest.raises(ReshardError, match=r"worker 0 receives \d+ bytes, but needs \d+"):
+    with pytest.raises(ReshardError, match=r"tp rank 0 receives \d+ bytes, but needs \d+"):
         check_totals(needless)
 
 
@@ -421,13 +421,13 @@ def test_a_tensor_that_is_not_there_is_answered_with_the_nearest():
 
 
 def test_the_summary_has_three_lines():
-    facts = tiny_plan(ParallelLayout(tp=2), replicas=2, placement=Placement.packed(2, 2, 2)).summary()
-    lines = summary_lines(facts)
-    assert len(lines) == 3
-    assert "1.00 x the minimum" in lines[0]
-    assert "between" in lines[0]
-    assert "max/mean" in lines[1]
-    assert "messages" in lines[2]
+    plan = tiny_plan(ParallelLayout(tp=2), replicas=2, placement=Placement.packed(2, 2, 2))
+    moved, _, pieces = (value for _, value in summary_rows(plan.summary()))
+    assert (
+        moved
+        == "17.9 KiB 17.9 KiB of it between 2 machines, 1.00 x the minimum; whole tensors would be 17.9 KiB"
+    )
+    assert pieces.startswith("1 bucket of at most 256 MiB per worker, 4 messages, ")
 
 
 def test_numbers_are_shown_as_ranges_and_sizes_in_the_largest_unit():
