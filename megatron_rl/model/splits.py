@@ -63,7 +63,10 @@ def _pipeline_problems(num_layers: int, layout: ParallelLayout) -> Iterator[str]
 
 
 def is_partition(num_layers: int, layout: ParallelLayout) -> bool:
-    """Whether the chunks, in pipeline order, hold each layer once and none is empty."""
+    """Whether stages are cut into equal chunks which, in pipeline order, hold each layer once; none is empty."""
+    stages = layout.stage_layers(num_layers)
+    if sum(stages) != num_layers or any(layers % layout.vpp for layers in stages):
+        return False
     chunks = [
         layout.chunk_layers(num_layers, pp_rank=pp_rank, chunk=chunk)
         for chunk in range(layout.vpp)
