@@ -7,10 +7,13 @@ from typing import Any
 
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.resolve import Resolved
+from megatron_rl.recipe.stages import RlStage
+from megatron_rl.recipe.transfer import transfer_summary
+from megatron_rl.reshard.plan_text import summary_rows
 
 
 def summary_data(loaded: LoadedRecipe, resolved: Resolved) -> dict[str, Any]:
-    """Plain JSON types: recipe, layout, model, and one entry per stage."""
+    """Plain JSON types: recipe, layout, model, and one entry per stage, for RL with its weight transfer."""
     return {
         "recipe": loaded.recipe.name,
         "source": loaded.source,
@@ -23,10 +26,14 @@ def summary_data(loaded: LoadedRecipe, resolved: Resolved) -> dict[str, Any]:
             "num_parameters": resolved.num_parameters,
             "num_layers": resolved.spec.num_layers,
             "layers_per_pp_rank": resolved.layers_per_pp_rank,
+            "stage_layers": resolved.stage_layers,
             "padded_vocab": resolved.padded_vocab,
             "max_positions": resolved.spec.max_positions,
         },
-        "stages": [dataclasses.asdict(stage) for stage in resolved.stages],
+        "stages": [
+            dataclasses.asdict(stage) | {"reshard_plan": _transfer(loaded, resolved, i)}
+            for i, stage in enumerate(resolved.stages)
+        ],
     }
 
 
@@ -37,8 +44,9 @@ def summary_table(loaded: LoadedRecipe, resolved: Resolved) -> str:
         ("recipe", f"{loaded.recipe.name} ({loaded.source})"),
         ("world", f"{layout.world_size} processes = tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"),
         ("chunks", f"vpp {layout.vpp}, sequence parallel {'on' if layout.sp else 'off'}"),
+        *_experts(resolved),
         ("model", f"{spec.family}, {resolved.num_parameters:,} parameters, {loaded.recipe.model.dtype}"),
-        ("layers", f"{spec.num_layers}, {resolved.layers_per_pp_rank} per pp rank"),
+        ("layers", f"{spec.num_layers}, {_per_stage(resolved)}"),
         ("vocabulary", f"{spec.vocab_size:,}, padded to {resolved.padded_vocab:,}"),
     ]
     for i, stage in enumerate(resolved.stages):
@@ -56,5 +64,29 @@ def summary_table(loaded: LoadedRecipe, resolved: Resolved) -> str:
                 ("  tokens per iteration", f"at most {stage.max_tokens_per_iteration:,}"),
             ]
         rows.append(("  tokens in all", f"at most {stage.max_tokens_total:,}"))
+        if (transfer := _transfer(loaded, resolved, i)) is not None:
+            rows += [(f"  {what}", how_much) for what, how_much in summary_rows(transfer)]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+
+
+def _per_stage(resolved: Resolved) -> str:
+    sizes = resolved.stage_layers
+    return f"{sizes[0]} per pp rank" if len(set(sizes)) == 1 else f"{', '.join(map(str, sizes))} on the pp ranks"
+
+
+def _experts(resolved: Resolved) -> list[tuple[str, str]]:
+    layout, moe = resolved.layout, resolved.spec.moe
+    if moe is None:
+        return []
+    spread = f"{moe.num_experts}, of which a token takes {moe.experts_per_token}; "
+    return [("experts", spread + f"ep {layout.ep} x etp {layout.expert_tp} x {layout.expert_dp} replicas")]
+
+
+def _transfer(loaded: LoadedRecipe, resolved: Resolved, stage: int) -> dict[str, Any] | None:
+    """The summary of an RL stage's reshard plan; None for SFT, which transfers nothing."""
+    wanted = loaded.recipe.stages[stage]
+    if not isinstance(wanted, RlStage):
+        return None
+    dtype = loaded.recipe.model.dtype
+    return transfer_summary(resolved.spec, resolved.layout, wanted.engine, dtype=dtype)

@@ -28,13 +28,29 @@ def test_check_prints_the_derived_numbers(recipe, capsys):
     assert "rollouts per iteration  32" in out
 
 
+def test_check_prints_how_weights_will_travel_to_each_rl_stage(recipe, capsys):
+    assert main(["check", recipe, "layout.tp=2", "stages.1.engine.tp=2", "stages.1.engine.replicas=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    moved, per_rank, pieces = (line for line in lines if line.startswith("  weights "))
+    assert "on one machine, 1.00 x the minimum" in moved
+    assert "max/mean 1.0" in per_rank
+    assert "1 bucket of at most 256 MiB per worker, " in pieces
+    hosts = ["stages.1.engine.hosts=[a:1, b:1]", "stages.1.engine.secret_file=sft.jsonl"]
+    assert main(["check", recipe, "stages.1.engine.replicas=2", *hosts]) == 0
+    assert "between 3 machines" in capsys.readouterr().out
+
+
 def test_check_json_holds_the_same_numbers_for_programs(recipe, capsys):
     assert main(["check", recipe, "layout.pp=2", "--json", "stages.0.steps=30"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["world_size"] == 2
-    assert data["layout"] == {"tp": 1, "pp": 2, "vpp": 1, "dp": 1, "sp": False}
+    assert data["layout"].items() >= {"tp": 1, "pp": 2, "vpp": 1, "dp": 1, "sp": False}.items()
     assert data["stages"][0]["optimizer_steps"] == 30
     assert data["model"]["num_layers"] == 4
+    sft, rl = (stage["reshard_plan"] for stage in data["stages"])
+    assert sft is None
+    assert rl["source"]["pp"] == 2
+    assert rl["bytes_moved"] == rl["minimum_bytes"] == sum(rl["sent_bytes"].values())
 
 
 def test_a_user_error_is_one_block_on_stderr_with_exit_code_2(recipe, capsys):
