@@ -66,13 +66,16 @@ class Cable:
     addresses: tuple[str, str]
 
     def cut(self) -> None:
-        _ip(*self._end(), "down")
+        _run("ip", "-n", self.inside[0][-1], "link", "set", "cable0", "down")
 
-    def mend(self) -> None:
-        _ip(*self._end(), "up")
+    def slow_down(self) -> None:
+        """What the first sends takes half a second per megabyte."""
+        limits = ("rate", "16mbit", "burst", "32kb", "latency", "1s")
+        _run("tc", "-n", self.inside[0][-1], "qdisc", "add", "dev", "cable0", "root", "tbf", *limits)
 
-    def _end(self) -> tuple[str, ...]:
-        return ("-n", self.inside[0][-1], "link", "set", "cable0")
+    def sent(self) -> int:
+        """Bytes that the first has sent."""
+        return int(_run("cat", "/sys/class/net/cable0/statistics/tx_bytes", inside=self.inside[0]))
 
 
 @contextmanager
@@ -82,18 +85,20 @@ def two_machines() -> Iterator[Cable]:
     addresses = ("10.203.0.1", "10.203.0.2")
     try:
         for name in names:
-            _ip("netns", "add", name)
-        _ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable1", "netns", names[1])
+            _run("ip", "netns", "add", name)
+        other_end = ("peer", "name", "cable1", "netns", names[1])
+        _run("ip", "link", "add", "cable0", "netns", names[0], "type", "veth", *other_end)
         for end, (name, address) in enumerate(zip(names, addresses, strict=True)):
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", f"cable{end}")
-            _ip("-n", name, "link", "set", f"cable{end}", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", f"cable{end}")
+            _run("ip", "-n", name, "link", "set", f"cable{end}", "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
         yield Cable(tuple(("ip", "netns", "exec", name) for name in names), addresses)  # type: ignore[arg-type]
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
 
 
-def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
-    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+def _run(*command: str, inside: Sequence[str] = ()) -> str:
+    done = subprocess.run([*inside, *command], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
