@@ -41,8 +41,9 @@ PROVEN, REFUTED, BROKEN = 0, 1, 2
 SCRAMBLED, EXPORTED, REPORT, LOGS = "scrambled", "exported", "report.json", "logs"  # in the place of a proof
 SIDE_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 SPELLINGS = {"dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters"}
-# float32 through other kernels: transformers alone is 3e-5 away from float64 after 30 layers, tokens of log-prob -12
-SAME_NATS = 1e-4
+# float32 through other kernels: after 30 layers transformers alone is 3e-5 from float64, and 9e-5 was the most found
+# between an engine of three workers and a trainer of six ranks; what is in the wrong place differs by whole nats
+SAME_NATS = 3e-4
 APART_NATS = 0.01  # what must have changed has changed by more
 
 

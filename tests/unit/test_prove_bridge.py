@@ -71,7 +71,7 @@ def test_a_report_without_fault_is_proof(tool):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("trainer_to_transformers", 2e-4),
+        ("trainer_to_transformers", 1e-3),
         ("trainer_to_transformers", math.nan),
         ("scrambled_engine_gap", 1e-3),
         ("scrambled_answers_equal", 1),
