@@ -31,6 +31,7 @@ class Run:
     pp: int = 1
     vpp: int = 1
     sp: bool = False
+    ep: int = 1
     dtype: str = "float32"
 
 
@@ -68,7 +69,7 @@ class Session:
 
         self.rank, self.root = rank, run.root
         self.layout = ParallelLayout.for_world(
-            tp=run.tp, pp=run.pp, vpp=run.vpp, sp=run.sp, world_size=world_size
+            tp=run.tp, pp=run.pp, vpp=run.vpp, sp=run.sp, ep=run.ep, world_size=world_size
         )
         self.recipe = recipe_of(run)
         self.store = CheckpointStore(Path(run.root), keep=2, rank=rank, recipe=self.recipe, timeout_s=20)
