@@ -43,7 +43,7 @@ def main() -> int:
     try:
         start = recv_message(sock)
         began = time.monotonic()
-        server = EngineServer(_build_llm(start), start["tp"])
+        server = EngineServer(build_llm(start), start["tp"])
         print(f"--- ready in {time.monotonic() - began:.1f} s with {_versions()}", flush=True)
         send_message(sock, {"result": None})
         server.serve(sock)
@@ -103,7 +103,7 @@ def _set_environment(start: Message) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(start["devices"], inherited)
 
 
-def _build_llm(start: Message) -> Any:
+def build_llm(start: Message) -> Any:
     _set_environment(start)
     gc.disable()  # importing vLLM makes objects that stay, and looking through them costs a second
     try:

@@ -10,12 +10,13 @@ would take the others' answers for those of the next call. `outcome` tells inste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -113,37 +114,56 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         plan, stream = self._plan, self._stream
         if plan is None or stream is None:
             raise ReshardError("weight transfer: weights announced before the group was set up")
-        offered: set[str] = set()
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in stream.tensors(version=info.version):
-                offered.add(name)
-                yield name, tensor
-
-        loader: Any = self.model  # every vLLM model has `load_weights`; its base class does not declare it
         try:
-            initialize_layerwise_reload(self.model)
-            try:
-                loader.load_weights(tensors())
-            finally:
-                # also after a failure: it puts every parameter back, so that a full resend can load
-                finalize_layerwise_reload(self.model, self.model_config)
-            if missing := sorted(set(plan.shapes) - offered):
-                raise ReshardError(
-                    f"weight transfer: vLLM's loader stopped before {missing[0]} (and {len(missing) - 1} more)"
-                )
-            if plan.spec.tied:
-                _repack_tied_head(self.model)
-            self._check_complete()
+            reload_model(
+                self.model,
+                stream.tensors(version=info.version),
+                model_config=self.model_config,
+                names=plan.shapes,
+                is_tied=plan.spec.tied,
+            )
         except BaseException:
             stream.drain()
             raise
 
-    def _check_complete(self) -> None:
-        """No parameter may be left without storage: that is a layer for which vLLM saw too few elements."""
-        for name, param in self.model.named_parameters():
-            if param.is_meta:
-                raise ReshardError(f"weight transfer: vLLM left {name} without values")
+
+def reload_model(
+    model: nn.Module,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    model_config: ModelConfig,
+    names: Collection[str],
+    is_tied: bool,
+) -> None:
+    """Load HF tensors, full in shape, into a live vLLM model; `names` are those that it must take.
+
+    Raises ReshardError when one of them was not taken or a parameter was left without values; whatever is
+    raised, another reload can follow.
+    """
+    offered: set[str] = set()
+
+    def counted() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            offered.add(name)
+            yield name, tensor
+            del tensor  # before the next one is made
+
+    loader: Any = model  # every vLLM model has `load_weights`; its base class does not declare it
+    initialize_layerwise_reload(model)
+    try:
+        loader.load_weights(counted())
+    finally:
+        # also after a failure: it puts every parameter back
+        finalize_layerwise_reload(model, model_config)
+    if missing := sorted(set(names) - offered):
+        raise ReshardError(
+            f"weight transfer: vLLM's loader stopped before {missing[0]} (and {len(missing) - 1} more)"
+        )
+    if is_tied:
+        _repack_tied_head(model)
+    for name, param in model.named_parameters():
+        if param.is_meta:  # a layer for which vLLM saw too few elements
+            raise ReshardError(f"weight transfer: vLLM left {name} without values")
 
 
 def _repack_tied_head(model: nn.Module) -> None:

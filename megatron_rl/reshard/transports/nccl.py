@@ -77,10 +77,9 @@ class NcclTransport(StagedTransport):
             backend._set_sequence_number_for_group()
             self._group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
             # batches are sent on the communicator of all, which the first collective sets up
-            ones = torch.ones(1, device=self.device)
-            self._group.allreduce([ones])
+            work = self._group.allreduce([torch.ones(1, device=self.device)])
             wait_until(
-                torch.cuda.current_stream().query,
+                work.is_completed,
                 timeout_s=member.timeout_s,
                 what=f"joining {size - 1} members over NCCL by {member.name}",
             )
