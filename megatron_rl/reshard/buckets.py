@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -152,11 +153,13 @@ def completed(buckets: Sequence[Bucket]) -> Iterator[tuple[int, ...]]:
         yield tuple(sorted(part.tensor for part in bucket if part.is_last))
 
 
+@lru_cache(maxsize=1024)  # the experts of a model have few shapes
 def slice_bytes(shape: tuple[int, ...], dim: int | None, element_bytes: int) -> int:
     """Bytes of one index along `dim` (None: along the first)."""
     return prod(shape) // shape[dim or 0] * element_bytes
 
 
+@lru_cache(maxsize=1024)
 def need_bytes(shape: tuple[int, ...], need: Need, element_bytes: int) -> int:
     dim, _, length = need
     return prod(shape) * element_bytes if dim is None else length * slice_bytes(shape, dim, element_bytes)

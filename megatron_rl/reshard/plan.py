@@ -156,7 +156,10 @@ class ReshardPlan:
         return self._messages(found)
 
     def completes(self, bucket: int) -> tuple[str, ...]:
-        """HF names, in checkpoint order, whose last byte arrives in a bucket; each name is in exactly one."""
+        """HF names, in checkpoint order, whose last byte arrives in a bucket; each name is in exactly one.
+
+        From bucket to bucket, layers of different pipeline stages take turns (see `buckets`).
+        """
         return tuple(self.names[tensor] for tensor in self.completed[bucket])
 
     def bytes_moved(self) -> int:
