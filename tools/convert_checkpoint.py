@@ -37,6 +37,10 @@ EXAMPLES = """examples:
 """
 
 
+class _NotTheSame(ModelError):
+    """An export that did not hold what it was made from."""
+
+
 def run_import(args: argparse.Namespace) -> int:
     began = time.monotonic()
     spec = import_hf(args.hf_dir, args.out, tp=args.tp, pp=args.pp, dtype=DTYPES[args.dtype])
@@ -72,14 +76,14 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def _verifier(model: OpenModel, *, dtype: torch.dtype | None, bound: float) -> Callable[[Path], None]:
-    """Raises ModelError when the exported directory is not what is in `model`."""
+    """Raises _NotTheSame when the exported directory is not what is in `model`."""
 
     def check(exported: Path) -> None:
         with open_model(exported) as written:
             same = _report(compare_models(model, written), allow_rounding=dtype is not None)
             same &= _report_logits(_logits(model, rounded_to=dtype), _logits(written), bound=bound)
         if not same:
-            raise ModelError(f"{model.path}: the export does not hold the same model; nothing was written")
+            raise _NotTheSame(f"{model.path}: the export does not hold the same model; nothing was written")
 
     return check
 
@@ -299,6 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except MegatronRLError as error:
         print(f"error: {error}", file=sys.stderr)
+        return DIFFERENT if isinstance(error, _NotTheSame) else USER_ERROR
     except OSError as error:
         place = error.filename or getattr(args, "out", "a file")
         print(

@@ -147,7 +147,7 @@ class Policy:
 
     def save_hf(self, out_dir: str, *, hf_source: str) -> None:
         """Write the weights as a Hugging Face directory; collective over all ranks."""
-        save_hf(self.chunks, self.spec, self.layout, hf_source=hf_source, out_dir=out_dir, dtype=self.dtype)
+        save_hf(self.chunks, self.spec, self.layout, hf_source=hf_source, out_dir=out_dir)
 
     def _run_schedule(
         self, batches: Sequence[PackedBatch], loss: Callable[..., Any], *, forward_only: bool

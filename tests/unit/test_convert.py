@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"family": "qwen2", "tied": True, "kv_heads": 1},
     "qwen3": {"family": "qwen3", "vocab": 272},
     "llama": {"family": "llama", "tied": True, "rope_factor": 8.0},
+    "moe": {"family": "qwen3_moe", "experts": 4},
 }
 
 

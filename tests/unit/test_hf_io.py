@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megatron_rl.errors import ModelError
 from megatron_rl.model.hf_io import load_hf, save_hf
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups
 from megatron_rl.parallel.layout import ParallelLayout
+from tests.helpers.checkpoints import rewrite, split
 from tests.helpers.distributed import free_port
 from tests.helpers.models import make_tiny_hf
 
@@ -53,28 +54,6 @@ def load(path: Path, *, dtype: torch.dtype = torch.float32) -> tuple[list[Any], 
             torch.nn.init.constant_(param, float("nan"))
     load_hf(chunks, spec, LAYOUT, hf_path=path, rank=0)
     return chunks, spec
-
-
-def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
-    """Replace, add or (None) remove tensors of a one-file checkpoint."""
-    tensors = load_file(path / "model.safetensors")
-    tensors.update({name: value for name, value in change.items() if value is not None})
-    kept = {name: value for name, value in tensors.items() if change.get(name, value) is not None}
-    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def split(path: Path) -> list[Path]:
-    """The same checkpoint in two files with an index."""
-    tensors = load_file(path / "model.safetensors")
-    names = sorted(tensors)
-    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    weight_map = {name: files[i % 2] for i, name in enumerate(names)}
-    for file in files:
-        held = {name: tensors[name] for name in names if weight_map[name] == file}
-        save_file(held, path / file, metadata={"format": "pt"})
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (path / "model.safetensors").unlink()
-    return [path / file for file in files]
 
 
 def same_params(a: list[Any], b: list[Any]) -> bool:
@@ -208,6 +187,17 @@ def test_export_carries_config_and_tokenizer_files_and_says_its_dtype(hf: Path, 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
     assert load_file(tmp_path / "out" / "model.safetensors")[HEAD].dtype is torch.bfloat16
+
+
+def test_a_parameter_of_another_dtype_keeps_it(hf: Path, tmp_path: Path) -> None:
+    chunks, spec = load(hf, dtype=torch.bfloat16)
+    norm = chunks[0].decoder.final_layernorm.weight
+    norm.data = norm.data.float() + 2**-20
+    save_hf(chunks, spec, LAYOUT, hf_source=hf, out_dir=tmp_path / "out")
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    wide = [name for name, tensor in saved.items() if tensor.dtype is not torch.bfloat16]
+    assert wide == ["model.norm.weight"] and torch.equal(saved["model.norm.weight"], norm.data)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_transformers_opens_an_export(tied: Path, tmp_path: Path) -> None:
