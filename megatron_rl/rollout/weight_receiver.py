@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from megatron_rl.errors import ReshardError
 from megatron_rl.reshard.execute import connect_plan
@@ -149,6 +150,8 @@ def reload_model(
             del tensor  # before the next one is made
 
     loader: Any = model  # every vLLM model has `load_weights`; its base class does not declare it
+    if current_platform.is_cpu():
+        _let_experts_be_packed_again(model)
     initialize_layerwise_reload(model)
     try:
         loader.load_weights(counted())
@@ -164,6 +167,17 @@ def reload_model(
     for name, param in model.named_parameters():
         if param.is_meta:  # a layer for which vLLM saw too few elements
             raise ReshardError(f"weight transfer: vLLM left {name} without values")
+
+
+def _let_experts_be_packed_again(model: nn.Module) -> None:
+    """On CPU experts multiply by packed copies, which vLLM makes only where they have no kernel yet.
+
+    Otherwise it would put plain weights in their place: other numbers, or an error where packing adds columns.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _repack_tied_head(model: nn.Module) -> None:
