@@ -53,8 +53,8 @@ class Case:
     probes: Sequence[Probe]
     trainer: Sequence[Values]
     engine: Sequence[Values]
-    # the trainer's of scored probes by version; at -1 the engine's, before the first transfer
-    history: Mapping[int, Sequence[Values]]
+    history: Mapping[int, Sequence[Values]]  # the trainer's of scored probes, by earlier version
+    at_start: Sequence[Values]  # the engine's of scored probes, before the first transfer
     spec: ModelSpec
     bound: float  # that the run was given
     rounding: float  # that the data type explains
@@ -139,13 +139,13 @@ class _Inquiry:
             for version, values in case.history.items()
             if max(map(max_gap, values, present)) > case.tolerance
         }
-        found = matching_version(earlier, [case.engine[i] for i in case.scored()], tolerance=case.tolerance)
+        found = matching_version(earlier, self._scored_by_engine(), tolerance=case.tolerance)
         if found is None:
             self.seen.append(f"not one of the {len(case.history)} earlier versions that are remembered")
             return None
         version, gap = found
-        weights = "the weights that it was started with" if version < 0 else f"weight version {version}"
-        return Diagnosis(fault=Fault.STALE, evidence=f"the engine answers to {gap:.1g} as {weights} did")
+        evidence = f"the engine answers to {gap:.1g} as the trainer did at weight version {version}"
+        return Diagnosis(fault=Fault.STALE, evidence=evidence)
 
     # the engine scores prompts as the trainer does, and only what it sampled differs
 
@@ -239,22 +239,29 @@ class _Inquiry:
     # other weights sent to the engine
 
     def _transfer(self) -> Diagnosis | None:
-        gap = self._gap_after_push(None)
+        gap = self._gap_after_push()
         if gap > self.case.tolerance:
             self.seen.append(f"a second transfer of the same weights leaves a gap of {gap:.3g}")
             return None
-        evidence = f"after a second transfer of the same weights the gap is {gap:.1g}"
-        return Diagnosis(fault=Fault.TRANSFER, evidence=evidence)
+        after = f"after a second transfer of the same weights the gap is {gap:.1g}"
+        if max(map(max_gap, self.case.at_start, self._scored_by_engine())) <= self.case.tolerance:
+            evidence = f"the engine answered as it did before the first transfer; {after}"
+            return Diagnosis(fault=Fault.STALE, evidence=evidence)
+        return Diagnosis(fault=Fault.TRANSFER, evidence=after)
 
     def _head(self) -> Diagnosis | None:
         """With a head of equal rows every token is equally likely, whatever the rest of the model does."""
-        self._logprobs(Trial(sequences=self._sequences(self.case.scored()), change=EqualHead(), push=True))
+        sequences = self._sequences(self.case.scored())
+        self._logprobs(Trial(sequences=sequences, change=EqualHead(), push=True))
+        answers = self.engine.score(sequences)
         uniform = -math.log(self.case.spec.vocab_size)
-        answers = self.engine.score(self._sequences(self.case.scored()))
         gap = max(abs(value - uniform) for values in answers for value in values)
         if gap <= self.case.tolerance:
             self.seen.append("the engine's head takes what is sent")
             return None
+        if max(map(max_gap, answers, self._scored_by_engine())) <= self.case.tolerance:
+            evidence = "the engine goes on answering the same, whatever weights are sent"
+            return Diagnosis(fault=Fault.STALE, evidence=evidence)
         evidence = f"sent a head of equal rows, the engine still prefers some tokens by up to {gap:.3g} nats"
         return Diagnosis(fault=Fault.HEAD, evidence=evidence)
 
@@ -304,10 +311,14 @@ class _Inquiry:
         scale = max(1.0, max(abs(value) for values in ours for value in values) / 10)
         return max(map(max_gap, ours, theirs)) <= self.case.tolerance * scale
 
-    def _gap_after_push(self, change: OnlyLayers | None) -> float:
+    def _gap_after_push(self) -> float:
         sequences = self._sequences(self.case.scored())
-        ours = self._logprobs(Trial(sequences=sequences, change=change, push=True))
+        ours = self._logprobs(Trial(sequences=sequences, push=True))
         return max(map(max_gap, ours, self.engine.score(sequences)))
+
+    def _scored_by_engine(self) -> list[Values]:
+        """What the engine said before anything was tried."""
+        return [self.case.engine[i] for i in self.case.scored()]
 
     def _logprobs(self, trial: Trial) -> list[list[float]]:
         if time.monotonic() > self.deadline:

@@ -89,7 +89,7 @@ class ParityGate:
         self._temperature, self._push, self._group = temperature, push, group
         self._sampled_tokens, self._diagnosis_s = sampled_tokens, diagnosis_s
         self._history: deque[tuple[int, Sequence[Values]]] = deque(maxlen=_REMEMBERED)
-        self._at_start = engine.score_all(self._prompts)[0] if engine is not None else []
+        self._at_start = engine.score_all(self._prompts) if engine is not None else []
 
     def check(self, version: int) -> Verdict:
         """Compare both sides; with a gap over the bound, find out why. Collective, the same on every rank."""
@@ -156,7 +156,8 @@ class ParityGate:
             probes=probes[worst],
             trainer=trainer[worst],
             engine=engine[worst],
-            history={-1: self._at_start, **dict(self._history)},
+            history=dict(self._history),
+            at_start=self._at_start[worst],
             spec=self._policy.spec,
             bound=self._bound,
             rounding=self._rounding,
