@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_rl.data.types import Completion
 
@@ -39,6 +39,10 @@ class RolloutEngine(Protocol):
 
         Computed afresh: nothing cached takes part.
         """
+        ...
+
+    def status(self) -> list[dict[str, Any]]:
+        """Of each replica: `weight_version`, and `stale`: None, or why it refuses to answer."""
         ...
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class Case:
     trainer: Sequence[Values]
     engine: Sequence[Values]
     history: Mapping[int, Sequence[Values]]  # the trainer's of scored probes, by earlier version
-    at_start: Sequence[Values]  # the engine's of scored probes, before the first transfer
+    at_start: Sequence[Values] | None  # the engine's of scored probes, before the first transfer
     spec: ModelSpec
     bound: float  # that the run was given
     rounding: float  # that the data type explains
@@ -244,7 +244,8 @@ class _Inquiry:
             self.seen.append(f"a second transfer of the same weights leaves a gap of {gap:.3g}")
             return None
         after = f"after a second transfer of the same weights the gap is {gap:.1g}"
-        if max(map(max_gap, self.case.at_start, self._scored_by_engine())) <= self.case.tolerance:
+        start = self.case.at_start
+        if start is not None and max(map(max_gap, start, self._scored_by_engine())) <= self.case.tolerance:
             evidence = f"the engine answered as it did before the first transfer; {after}"
             return Diagnosis(fault=Fault.STALE, evidence=evidence)
         return Diagnosis(fault=Fault.TRANSFER, evidence=after)

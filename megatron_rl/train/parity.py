@@ -89,7 +89,7 @@ class ParityGate:
         self._temperature, self._push, self._group = temperature, push, group
         self._sampled_tokens, self._diagnosis_s = sampled_tokens, diagnosis_s
         self._history: deque[tuple[int, Sequence[Values]]] = deque(maxlen=_REMEMBERED)
-        self._at_start = engine.score_all(self._prompts) if engine is not None else []
+        self._at_start = _scores_at_start(engine, self._prompts) if engine is not None else []
 
     def check(self, version: int) -> Verdict:
         """Compare both sides; with a gap over the bound, find out why. Collective, the same on every rank."""
@@ -157,7 +157,7 @@ class ParityGate:
             trainer=trainer[worst],
             engine=engine[worst],
             history=dict(self._history),
-            at_start=self._at_start[worst],
+            at_start=self._at_start[worst] if self._at_start else None,
             spec=self._policy.spec,
             bound=self._bound,
             rounding=self._rounding,
@@ -186,6 +186,12 @@ class _Replica:
     def sample(self, prompt: Sequence[int]) -> tuple[Sequence[int], Values]:
         count = self.replica + 1
         return _sample(self.engine, prompt, count, self.temperature, self.sampled_tokens)[self.replica]
+
+
+def _scores_at_start(engine: RolloutEngine, prompts: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    """By replica; none where an engine was started without weights."""
+    is_ready = all(status["stale"] is None for status in engine.status())
+    return engine.score_all(prompts) if is_ready else []
 
 
 def _sample(

@@ -107,6 +107,9 @@ class Misasked:
     def __init__(self, engine: Any, *, scored_at: float = 1.0, **sampling: float) -> None:
         self._engine, self._scored_at, self._sampling = engine, scored_at, sampling
 
+    def status(self) -> Any:
+        return self._engine.status()
+
     def score_all(self, prompts: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return [[self._engine.score(ids, temperature=self._scored_at) for ids in prompts]]
 
