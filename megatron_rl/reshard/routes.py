@@ -7,7 +7,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from math import gcd
+from math import gcd, lcm
 from typing import NamedTuple
 
 from megatron_rl.reshard.placement import Placement
@@ -16,6 +16,7 @@ from megatron_rl.reshard.segments import Holding, Interval, Segment
 Routes = array  # of int: the sending member for each worker of a segment, in the order of `workers_of`
 
 _SMALLEST_SHARE = 256  # a segment is not split for balance into shares below 1/256 of a bucket
+_MOST_SHARES = 32  # nor into more than this for the balance of both tiers
 
 
 class Members(NamedTuple):
@@ -150,8 +151,9 @@ class _Router:
         sends = len(nodes) if self._two_tier else self._members.replicas * len(segment.tp_ranks)
         even = min(holders // gcd(holders, sends), -(-8 * holders // sends))
         if self._two_tier:
-            # as many as there are workers on a node to pass it on
-            even = max(even, max(len(workers) for workers in nodes.values()))
+            # the workers of a node that pass it on should have as many shares each, too
+            relays = max(len(workers) for workers in nodes.values())
+            even = lcm(even, relays) if lcm(even, relays) <= _MOST_SHARES else -(-relays // even) * even
         return max(1, min(even, segment.bytes // max(smallest, 1)))
 
     def route(self, segment: Segment) -> Routes:
