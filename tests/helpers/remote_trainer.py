@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.model.spec import ModelSpec
@@ -24,7 +25,7 @@ from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.rollout.engine import GenerateRequest
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
-from tests.helpers.engine import hf_weights, rank_params
+from tests.helpers.engine import rank_params
 
 PROMPT = [3, 7, 9, 11, 250]
 
@@ -39,7 +40,7 @@ class Trainer:
             hosts=tuple(settings["hosts"]), replicas=settings["replicas"], max_concurrent=8,
             secret_file=settings["secret_file"], request_timeout_s=settings["timeout_s"],
         )  # fmt: skip
-        params = rank_params(spec, layout, 0, hf_weights(Path(settings["new"])))
+        params = rank_params(spec, layout, 0, load_file(Path(settings["new"]) / "model.safetensors"))
         self.engine = VllmEngine.start(
             self._config, hf_path=settings["old"], dtype="float32", spec=spec, max_model_len=64, seed=1,
             log_dir=settings["logs"],
