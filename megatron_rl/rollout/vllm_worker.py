@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import EngineError, ReshardError
@@ -43,7 +44,7 @@ def main() -> int:
     try:
         start = recv_message(sock)
         began = time.monotonic()
-        server = EngineServer(build_llm(start), start["tp"])
+        server = EngineServer(build_llm(start), start["tp"], has_weights=_has_weights(start))
         print(f"--- ready in {time.monotonic() - began:.1f} s with {_versions()}", flush=True)
         send_message(sock, {"result": None})
         server.serve(sock)
@@ -128,6 +129,8 @@ def _load_llm(start: Message) -> Any:
     )
     return LLM(
         model=start["hf_path"],
+        # an imported checkpoint has config and tokenizer alone for its HF directory
+        load_format="auto" if _has_weights(start) else "dummy",
         dtype=start["dtype"],
         tensor_parallel_size=start["tp"],
         max_model_len=start["max_model_len"],
@@ -143,13 +146,17 @@ def _load_llm(start: Message) -> Any:
     )
 
 
-class EngineServer:
-    """Answers one command at a time. `version` -1: the weights of the HF directory."""
+def _has_weights(start: Message) -> bool:
+    return any(Path(start["hf_path"]).glob("*.safetensors"))
 
-    def __init__(self, llm: Any, tp: int) -> None:
+
+class EngineServer:
+    """Answers one command at a time. `version` -1: the weights of the HF directory, where it has any."""
+
+    def __init__(self, llm: Any, tp: int, *, has_weights: bool) -> None:
         self._llm, self._tp = llm, tp
         self._version = -1
-        self._stale: str | None = None
+        self._stale = None if has_weights else "none were transferred yet, and the model directory holds none"
         self._commands: dict[str, Callable[[Message], Any]] = {
             "generate": self._generate,
             "score": self._score,
