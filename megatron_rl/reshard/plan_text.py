@@ -18,13 +18,13 @@ _SHOWN = 12  # members that are listed
 
 def summary_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Three lines from `ReshardPlan.summary`, as (what, how much): what moves, how evenly, in how many pieces."""
-    where = "on one machine"
+    where = " on one machine"
     if facts["nodes"] > 1:
-        where = f"{size_text(facts['cross_node_bytes'])} of it between {facts['nodes']} machines"
+        where = f", {size_text(facts['cross_node_bytes'])} of it between {facts['nodes']} machines"
     return [
         (
             "weights moved",
-            f"{size_text(facts['bytes_moved'])} {where}, {facts['ratio_to_minimum']:.2f} x the minimum; whole tensors "
+            f"{size_text(facts['bytes_moved'])}{where}, {facts['ratio_to_minimum']:.2f} x the minimum; whole tensors "
             f"would be {size_text(facts['broadcast_bytes'])}",
         ),
         (

@@ -100,7 +100,7 @@ def delivered(plan):
     return hf, delivery
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_every_needed_element_arrives_exactly_once_with_its_value(case):
     plan = plan_reshard(**case)
@@ -113,7 +113,7 @@ def test_every_needed_element_arrives_exactly_once_with_its_value(case):
             assert np.array_equal(cut(delivery.tensors[worker][name], *need), cut(hf[name], *need)), name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_with_two_tiers_each_byte_enters_a_node_at_most_once_and_never_where_it_is(case):
     plan = plan_reshard(**case)

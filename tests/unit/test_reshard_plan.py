@@ -425,7 +425,7 @@ def test_the_summary_has_three_lines():
     moved, _, pieces = (value for _, value in summary_rows(plan.summary()))
     assert (
         moved
-        == "17.9 KiB 17.9 KiB of it between 2 machines, 1.00 x the minimum; whole tensors would be 17.9 KiB"
+        == "17.9 KiB, 17.9 KiB of it between 2 machines, 1.00 x the minimum; whole tensors would be 17.9 KiB"
     )
     assert pieces.startswith("1 bucket of at most 256 MiB per worker, 4 messages, ")
 
