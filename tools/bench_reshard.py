@@ -6,8 +6,9 @@
     load        vLLM's own loader alone, with every tensor whole in its memory already
 
 Sources are processes with shards of a random model, targets are the workers of a real vLLM engine on the CPU. All take
-turns, round by round; a first round of each is not counted. Memory is what a process has more at its peak
-than before the first transfer, file pages it maps included.
+turns, round by round; a first round of each is not counted. CPU seconds are those of all sources, then of all
+workers. Memory is what a process has more at its peak than before the first transfer, file pages it maps
+included.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ def measure(processes: Processes, model: Path, rounds: int) -> dict[str, Any]:
     processes.sources("join_sources", free_port())
     memory: dict[str, dict[str, int]] = {}
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    cpu: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
     for kind in ("gloo", "shared"):
         before = processes.all("forget_peak")
         processes.all("join", (kind, processes.meet()))
@@ -144,21 +146,30 @@ def measure(processes: Processes, model: Path, rounds: int) -> dict[str, Any]:
     processes.engine("read", str(model))
     for number in range(rounds + 1):
         for name in CONTENDERS:
-            began = time.monotonic()
+            used, began = processes.all("cpu"), time.monotonic()
             if name.startswith("plan"):
                 processes.all("plan", (name.split()[1], number + 1))
             elif name == "load":
                 processes.engine("load")
             else:
                 processes.all("whole" if name == "all-gather" else name)
+            took = time.monotonic() - began
             if number:
-                seconds[name].append(time.monotonic() - began)
-    return {"seconds": seconds, "memory": memory}
+                seconds[name].append(took)
+                sides = [
+                    sum(after) - sum(before) for after, before in zip(processes.all("cpu"), used, strict=True)
+                ]
+                cpu[name].append((sum(sides[:-1]), sides[-1]))
+    return {"seconds": seconds, "cpu": cpu, "memory": memory}
 
 
 def report(plan: ReshardPlan, measured: dict[str, Any]) -> dict[str, Any]:
     """Medians, and every target of this benchmark with what was reached."""
     median = {name: statistics.median(values) for name, values in measured["seconds"].items()}
+    cpu = {
+        name: {"sources": statistics.median(s for s, _ in values), "workers": statistics.median(w for _, w in values)}
+        for name, values in measured["cpu"].items()
+    }
     floor = median["raw"] + median["load"]
     facts = plan.summary()
     largest = max(torch.Size(shape).numel() for shape in plan.shapes.values()) * plan.element_bytes
@@ -174,6 +185,7 @@ def report(plan: ReshardPlan, measured: dict[str, Any]) -> dict[str, Any]:
         "seconds": {
             name: {"median": median[name], "all": values} for name, values in measured["seconds"].items()
         },
+        "cpu_s": cpu,
         "floor_s": floor,
         "of_floor": {name: median[name] / floor for name in ("plan gloo", "plan shared", "all-gather")},
         "faster_than_all_gather": {
@@ -195,7 +207,9 @@ def text(result: dict[str, Any]) -> str:
         faster = result["faster_than_all_gather"].get(name)
         ratio += f"   {faster:.2f} x faster than all-gather" if faster else ""
         spread = f"{min(values['all']):.2f} to {max(values['all']):.2f}"
-        lines.append(f"  {name:12} {values['median']:6.2f} s  ({spread}){ratio}")
+        cpu = result["cpu_s"][name]
+        used = f"cpu {cpu['sources']:.2f} + {cpu['workers']:.2f} s"
+        lines.append(f"  {name:12} {values['median']:6.2f} s  ({spread})  {used}{ratio}")
     for kind, sides in result["memory"].items():
         for side, grown in sides.items():
             lines.append(

@@ -92,6 +92,7 @@ def run_engine(plan: ReshardPlan, model: Path, log: Path, pipe: Connection) -> N
             "load": on_workers(load_own),
             "forget_peak": lambda _: llm.collective_rpc(forget_peak_of),
             "peak": lambda _: llm.collective_rpc(peak_of),
+            "cpu": lambda _: llm.collective_rpc(cpu_of),
         },
     )
 
@@ -107,6 +108,10 @@ def forget_peak_of(worker: Any) -> int:
 
 def peak_of(worker: Any) -> int:
     return status_bytes("VmHWM")
+
+
+def cpu_of(worker: Any) -> float:
+    return time.process_time()
 
 
 def keep_stream(worker: Any, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -232,6 +233,7 @@ def run_source(rank: int, plan: ReshardPlan, model: Path, pipe: Connection) -> N
             "whole": lambda _: source.send_whole(),
             "forget_peak": lambda _: [forget_peak()],
             "peak": lambda _: [status_bytes("VmHWM")],
+            "cpu": lambda _: [time.process_time()],
         },
     )
 

@@ -16,6 +16,7 @@ from megatron_rl.errors import ReshardError
 from megatron_rl.reshard.execute import outgoing, pack
 from megatron_rl.reshard.parcels import Parcel, batch_bytes, check_wire_dtype, merge
 from megatron_rl.reshard.plan import Message, ReshardPlan, Transfer
+from megatron_rl.reshard.scratch import Scratch
 from megatron_rl.reshard.seal import check_seal, write_failure
 from megatron_rl.reshard.transports import Inbox, Router, Transport
 
@@ -41,7 +42,7 @@ class WeightStream:
         self._direct = _Incoming(plan, router, [m for m in messages if m.sender < plan.num_trainers])
         self._relayed = _Incoming(plan, router, [m for m in messages if m.sender >= plan.num_trainers])
         self._relays = outgoing(plan, router)
-        self._unsent = _unsent(plan, messages) if canary else {}
+        self._scratch = Scratch(plan, messages, dtype=dtype, device=device, canary=canary)
         self._posted = self._received = self._released = 0
         self._is_broken = False
 
@@ -60,13 +61,13 @@ class WeightStream:
             for name in self._plan.completes(bucket):
                 full = unfinished.pop(name, None)
                 if full is None:
-                    full = self._empty(name)
+                    full = self._scratch.take(name)
                 _fill(full, pieces.pop(name, ()))
                 yield name, full
                 del full
             for name, rest in pieces.items():
                 if name not in unfinished:
-                    unfinished[name] = self._empty(name)
+                    unfinished[name] = self._scratch.take(name)
                 _fill(unfinished[name], rest)
             pieces.clear()
             self._release()
@@ -167,12 +168,6 @@ class WeightStream:
                     pack(parcel, buffer, own, dtype=self._dtype, version=version)
                 batch.send(buffers)
 
-    def _empty(self, name: str) -> Tensor:
-        full = torch.empty(self._plan.shapes[name], dtype=self._dtype, device=self._device)
-        for dim, start, length in self._unsent.get(name, ()):
-            full.narrow(dim, start, length).fill_(float("nan"))
-        return full
-
 
 class _Incoming:
     """The messages of one worker from some of its senders: per bucket a batch for each transport."""
@@ -219,25 +214,3 @@ def _fill(full: Tensor, pieces: Iterable[Piece]) -> None:
         if transfer.hf_dim is not None:
             place = full.narrow(transfer.hf_dim, transfer.hf_start, transfer.length)
         place.copy_(piece)
-
-
-def _unsent(plan: ReshardPlan, messages: Iterable[Message]) -> dict[str, list[tuple[int, int, int]]]:
-    """Of each tensor the intervals (dim, start, length) that none of `messages` brings."""
-    sent: dict[str, list[Transfer]] = {name: [] for name in plan.shapes}
-    for message in messages:
-        for transfer in message.transfers:
-            sent[transfer.hf_name].append(transfer)
-    return {name: list(_gaps(plan.shapes[name], transfers)) for name, transfers in sent.items()}
-
-
-def _gaps(shape: tuple[int, ...], transfers: Sequence[Transfer]) -> Iterator[tuple[int, int, int]]:
-    dim = transfers[0].hf_dim if transfers else 0
-    if dim is None:
-        return
-    position = 0
-    for transfer in sorted(transfers, key=lambda each: each.hf_start):
-        if transfer.hf_start > position:
-            yield dim, position, transfer.hf_start - position
-        position = transfer.hf_start + transfer.length
-    if position < shape[dim]:
-        yield dim, position, shape[dim] - position
