@@ -167,7 +167,7 @@ def test_one_replica_that_fails_or_dies_in_an_update_stops_all(
 
 @pytest.mark.timeout(600)
 def test_a_cut_network_ends_a_push_in_time_at_both_ends(tmp_path: Path) -> None:
-    # 13 MB: more than the sockets on both sides hold, so that the trainer is still sending
+    # 13 MB: buckets enough, and more than the sockets on both sides hold, so that the trainer is still sending
     models = [
         make_tiny_hf(tmp_path / f"{seed}", seed=seed, num_layers=2, heads=2, kv_heads=1, ffn=8192)
         for seed in (1, 2)

@@ -38,7 +38,7 @@ class Trainer:
         spec, layout = ModelSpec.from_hf(settings["old"]), ParallelLayout()
         self._config = EngineConfig(
             hosts=tuple(settings["hosts"]), replicas=settings["replicas"], max_concurrent=8,
-            secret_file=settings["secret_file"], request_timeout_s=settings["timeout_s"],
+            secret_file=settings["secret_file"], request_timeout_s=settings["timeout_s"], bucket_mib=1,
         )  # fmt: skip
         params = rank_params(spec, layout, 0, load_file(Path(settings["new"]) / "model.safetensors"))
         self.engine = VllmEngine.start(
