@@ -191,8 +191,14 @@ class _ConfigReader:
         holder = rope if "rope_theta" in rope else self.config
         prefix = f"{key}." if holder is rope else ""
         theta = self._positive(holder, "rope_theta", prefix=prefix, default=10000.0)
-        if (other := self.config.get("rope_theta")) not in (None, theta):
-            raise self._error("rope_theta", other, f"{theta:g} as in {key}, or absent")
+        beside = self.config.get("rope_theta")
+        if beside not in (None, theta):
+            raise self._error("rope_theta", beside, f"{theta:g} as in {key}, or absent")
+        if key == "rope_parameters" and other_spelling:
+            # transformers 5 reads rope_scaling alone then
+            base = other_spelling.get("rope_theta", beside)
+            if (10000.0 if base is None else base) != theta:
+                raise self._error("rope_theta", base, f"{theta:g} as in rope_parameters, beside rope_scaling")
         partial = rope.get("partial_rotary_factor", 1.0)
         if partial not in (None, 1.0):
             raise self._error(f"{key}.partial_rotary_factor", partial, "1.0")
