@@ -1,15 +1,16 @@
-"""`config.json` to `ModelSpec`: both spellings, the three families, and what is refused."""
+"""`config.json` to `ModelSpec`: both spellings, all families, and what is refused."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_rl.errors import LayoutError, ModelError
-from megatron_rl.model.spec import ModelSpec, RopeScaling
+from megatron_rl.model.spec import ModelSpec, MoeSpec, RopeScaling
 from megatron_rl.parallel.layout import ParallelLayout
 from tests.helpers.models import make_tiny_hf
 
@@ -42,6 +43,17 @@ LLAMA: dict[str, Any] = {
     "rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
 }
 
+# Qwen3-30B-A3B
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}
+
 
 def read(tmp_path: Path, config: dict[str, Any]) -> ModelSpec:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -70,6 +82,31 @@ def test_llama3_scaling_keeps_its_factor(tmp_path: Path) -> None:
     assert (spec.rope_theta, spec.norm_eps) == (500000.0, 1e-5)
 
 
+def test_qwen3_moe_has_experts_in_every_layer(tmp_path: Path) -> None:
+    spec = read(tmp_path, QWEN3_MOE)
+    assert (spec.family, spec.qkv_bias, spec.qk_norm, spec.head_dim) == ("qwen3_moe", False, True, 128)
+    assert spec.moe == MoeSpec(
+        num_experts=128, experts_per_token=8, expert_ffn_size=768, normalise_top_k=True
+    )
+    modern = {k: v for k, v in QWEN3_MOE.items() if k not in ("num_experts", "mlp_only_layers")}
+    assert read(tmp_path, modern | {"num_local_experts": 128, "mlp_only_layers": None}) == spec
+    # transformers leaves the weights of chosen experts as they are unless told
+    del modern["norm_topk_prob"]
+    plain = read(tmp_path, modern | {"num_local_experts": 128}).moe
+    assert plain is not None and not plain.normalise_top_k
+
+
+def test_head_size_of_qwen3_moe_is_derived_where_it_is_not_given(tmp_path: Path) -> None:
+    """As transformers does; only the dense Qwen3 has a fixed default."""
+    assert read(tmp_path, {k: v for k, v in QWEN3_MOE.items() if k != "head_dim"}).head_dim == 64
+
+
+@pytest.mark.parametrize("config", [QWEN2, QWEN3_MOE, LLAMA], ids=["qwen2", "qwen3_moe", "llama"])
+def test_a_spec_survives_json(config: dict[str, Any], tmp_path: Path) -> None:
+    spec = read(tmp_path, config)
+    assert ModelSpec.from_plain(json.loads(json.dumps(asdict(spec)))) == spec
+
+
 @pytest.mark.parametrize("config", [QWEN2, QWEN3, LLAMA], ids=["qwen2", "qwen3", "llama"])
 def test_both_transformers_spellings_give_one_spec(config: dict[str, Any], tmp_path: Path) -> None:
     modern = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
@@ -94,7 +131,7 @@ def test_default_scaling_is_no_scaling(scaling: Any, tmp_path: Path) -> None:
     assert read(tmp_path, LLAMA | {"rope_scaling": scaling}).rope_scaling is None
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
 def test_what_the_installed_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
     spec = ModelSpec.from_hf(make_tiny_hf(tmp_path, family=family, tied=True))
     assert (spec.family, spec.tied, spec.head_dim, spec.rope_theta) == (family, True, 32, 10000.0)
@@ -109,6 +146,13 @@ def test_what_the_installed_transformers_writes_is_read(family: str, tmp_path: P
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window", "true"),
         (QWEN3, {"attention_bias": True}, "attention_bias", "true"),
         (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "sliding_attention"),
+        (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step", "2"),
+        (QWEN3_MOE, {"mlp_only_layers": [0, 1]}, "mlp_only_layers", "[0, 1]"),
+        (QWEN3_MOE, {"num_experts": None}, "num_local_experts", "nothing"),
+        (QWEN3_MOE, {"num_experts": 4}, "num_experts_per_tok", "8"),
+        (QWEN3_MOE, {"num_experts_per_tok": 1}, "num_experts_per_tok", "1"),
+        (QWEN3_MOE, {"moe_intermediate_size": 0}, "moe_intermediate_size", "0"),
+        (QWEN3_MOE, {"norm_topk_prob": "yes"}, "norm_topk_prob", '"yes"'),
         (LLAMA, {"attention_bias": True}, "attention_bias", "true"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias", "true"),
         (LLAMA, {"sliding_window": 4096}, "sliding_window", "4096"),
