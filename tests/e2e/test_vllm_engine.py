@@ -13,25 +13,31 @@ import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.data.types import Finish
-from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.types import Finish, Prompt
+from megatron_rl.errors import EngineError, ReshardError, TrainingError
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.reshard.execute import WeightSender, connect_plan
 from megatron_rl.reshard.transports import LOOPBACK, open_store
 from megatron_rl.reshard.verify import max_gap
+from megatron_rl.rewards.combine import RewardModel
+from megatron_rl.rollout.collect import Collector, Draw
 from megatron_rl.rollout.engine import GenerateRequest
 from megatron_rl.rollout.shared_memory import shared_memory_of_group
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
+from megatron_rl.rollout.wire import WireClosed, recv_message, send_message
 from tests.helpers.distributed import free_port
 from tests.helpers.engine import hf_logprobs, hf_weights, qwen2_spec, rank_params, write_qwen2
+from tests.helpers.tokenizers import CHATML, write_hf_tokenizer
 from tests.helpers.transfer import Tampered, flip_byte, member_of
 
 SPEC = qwen2_spec(tied=True)
@@ -147,6 +153,75 @@ def test_pushed_weights_answer_at_once_with_tied_head_and_fresh_prefix_cache(eng
         assert engine.status() == [{"weight_version": version, "stale": None}] * 2
     size = sum(t.numel() for t in push.weights[1][0].values()) * 4 - (256 - 251) * 64 * 4
     assert result.bytes == 2 * size
+
+
+def test_what_the_trainer_does_after_a_push_does_not_reach_the_engine(engine, models, push):
+    weights = hf_weights(models[2])
+    chunks = rank_params(SPEC, ParallelLayout(), 0, weights)
+    sync = WeightSync(
+        lambda: chunks, spec=SPEC, layout=ParallelLayout(), rank=0, engine=engine, config=CONFIG,
+        dtype=torch.float32,
+    )  # fmt: skip
+    sync.push(5)
+    for param in chunks[0].values():
+        param.fill_(float("nan"))
+    for replica in engine.score_all([LONG_PROMPT]):
+        assert max_gap(hf_logprobs(models[2], LONG_PROMPT), replica[0]) < BOUND
+    # nor does what the next transfer brings in the same buffers, before it is loaded
+    push.sync.disconnect()
+    push(6, 1)
+    for replica in engine.score_all([LONG_PROMPT]):
+        assert max_gap(hf_logprobs(models[1], LONG_PROMPT), replica[0]) < BOUND
+
+
+@contextmanager
+def answers_changed(engine, change):
+    """What replica 0 says is changed on its way to us, message by message."""
+    channel = engine._replicas[0]._channel
+    direct, (ours, theirs) = channel._sock, socket.socketpair()
+
+    def carry():
+        with suppress(WireClosed):
+            while True:
+                send_message(direct, recv_message(theirs))
+                send_message(theirs, change(recv_message(direct)))
+
+    carrier = threading.Thread(target=carry)
+    carrier.start()
+    channel._sock = ours
+    try:
+        yield
+    finally:
+        channel._sock = direct
+        ours.close()
+        carrier.join(timeout=30)
+        theirs.close()
+
+
+def test_completions_of_another_weight_version_are_refused(engine, push, tmp_path):
+    push(7, 1)
+    tokenizer = load_tokenizer(write_hf_tokenizer(tmp_path / "tokenizer", template=CHATML))
+    prompts = [Prompt(id=str(i), messages=[{"role": "user", "content": "1"}], answer="1") for i in range(4)]
+    draw = Draw(samples=2, seed=lambda prompt, index: index, max_tokens=4, temperature=1.0)
+
+    def collect():
+        with RewardModel({"math_answer": 1.0}) as grader:
+            collector = Collector(engine, grader, tokenizer, stop_token_ids=())
+            token_ids = {prompt.id: [3, 7, 9] for prompt in prompts}
+            return collector.collect(prompts, token_ids, draw, weight_version=7, span=lambda name: nullcontext())
+
+    def older(message):
+        for completion in message["result"][2:]:
+            completion["weight_version"] = 6
+        return message
+
+    with answers_changed(engine, older), pytest.raises(
+        TrainingError,
+        match=r"2 of 8 completions were sampled from weight version 6 \(the first is number 2\), but .* version 7",
+    ):
+        collect()
+    with answers_changed(engine, lambda message: message):
+        assert {r.completion.weight_version for group in collect() for r in group.rollouts} == {7}
 
 
 def assert_stale_until_full_push(engine, models, push, version):
