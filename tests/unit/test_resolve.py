@@ -1,12 +1,16 @@
 """A recipe is checked against the world, the model and the disk in one go, and its numbers follow."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from megatron_rl.errors import RecipeError
-from megatron_rl.model.spec import ModelSpec
+from megatron_rl.model.spec import ModelSpec, MoeSpec
 from megatron_rl.recipe.checks import SHAPING_REWARDS, TASK_REWARDS
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
+from megatron_rl.recipe.summary import summary_table
 from tests.helpers.recipes import write_recipe
 
 
@@ -67,6 +71,55 @@ def test_an_engine_that_cannot_split_the_vocabulary_is_a_problem(recipe):
         check_recipe(load_recipe(recipe, ["stages.1.engine.tp=3"]), world_size=1, model_spec=spec)
 
 
+def experts_spec() -> ModelSpec:
+    return ModelSpec(
+        family="qwen3_moe", num_layers=5, hidden_size=8, ffn_size=8, num_heads=4, num_kv_heads=2, head_dim=4,
+        vocab_size=64, max_positions=256, rope_theta=1e4, norm_eps=1e-6, tied=True, qkv_bias=False, qk_norm=True,
+        moe=MoeSpec(num_experts=6, experts_per_token=2, expert_ffn_size=8, normalise_top_k=True),
+    )  # fmt: skip
+
+
+def test_experts_and_uneven_stages_give_their_numbers(recipe):
+    layout = ["tp=2", "sp=true", "pp=2", "ep=3", "etp=1", "first_stage_layers=2"]
+    sizes = ["stages.0.global_batch_size=60", "stages.1.prompts_per_iteration=60"]
+    loaded = load_recipe(recipe, [f"layout.{key}" for key in layout] + sizes)
+    # a stage of tp 2 holds experts on 3 ranks or multiples: three replicas of the rest are the fewest
+    assert smallest_world(loaded.recipe) == 12
+    resolved = check_recipe(loaded, world_size=24, model_spec=experts_spec())
+    assert (resolved.layout.dp, resolved.layout.expert_tp, resolved.layout.expert_dp) == (6, 1, 4)
+    assert (resolved.stage_layers, resolved.layers_per_pp_rank) == ((2, 3), 3)
+    table = summary_table(loaded, resolved)
+    assert re.search(r"^layers +5, 2, 3 on the pp ranks$", table, re.M)
+    assert re.search(r"^experts +6, of which a token takes 2; ep 3 x etp 1 x 4 replicas$", table, re.M)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "path", "words"),
+    [
+        (["tp=2"], 2, "layout.sp", "got false with tp = 2; megatron-core trains experts only on activations"),
+        (["ep=4"], 4, "layout.ep", "does not divide the model's 6 experts; use 3 or 6"),
+        (["ep=2"], 3, "layout.ep", r"must divide the tp*dp = 1*3 = 3 ranks of a pipeline stage; use 1 or 3"),
+        (["ep=2", "etp=3"], 6, "layout.etp", "does not divide the 8 columns of an expert; use 2 or 4"),
+        (["etp=2"], 2, "layout.etp", "got 2 with ep = 1 and tp = 1"),
+    ],
+    ids=str,
+)
+def test_expert_degrees_that_cannot_be_are_refused_with_others_that_can(recipe, layout, world, path, words):
+    sizes = ["stages.0.global_batch_size=60", "stages.1.prompts_per_iteration=60"]
+    loaded = load_recipe(recipe, [f"layout.{key}" for key in ("pp=5", *layout)] + sizes)
+    with pytest.raises(RecipeError, match=f"{re.escape(path)}.*{re.escape(words)}"):
+        check_recipe(loaded, world_size=5 * world, model_spec=experts_spec())
+
+
+def test_engines_split_experts_by_columns(recipe):
+    loaded = load_recipe(recipe, ["layout.pp=5", "stages.1.engine.tp=4"])
+    with pytest.raises(RecipeError, match=r"stages\.1\.engine\.tp.*the model's 6 columns of an expert"):
+        spec = experts_spec()
+        assert spec.moe is not None
+        moe = replace(spec.moe, expert_ffn_size=6)
+        check_recipe(loaded, world_size=5, model_spec=replace(spec, moe=moe))
+
+
 @pytest.mark.parametrize("overrides", [["stages.1.tokens_per_microbatch=100"], ["layout.sp=false"]])
 def test_a_micro_batch_that_holds_the_padded_longest_sample_is_enough(recipe, overrides):
     layout = ["layout.sp=true", "layout.tp=4"]
@@ -81,6 +134,13 @@ CASES = [
     (["layout.tp=3"], 3, "layout.tp", "does not divide the model's 4 attention heads; use 2 or 4"),
     (["layout.pp=3"], 3, "layout.pp", "does not divide the model's 4 layers; make pp*vpp 2 or 4"),
     (["layout.vpp=2"], 1, "layout.vpp", "interleaving needs pp >= 2"),
+    (["layout.first_stage_layers=1"], 1, "layout.first_stage_layers", "got 1 with pp=1; one stage holds all layers"),
+    (["layout.pp=2", "layout.first_stage_layers=1", "layout.last_stage_layers=2"], 2, "layout.first_stage_layers",
+     "does not split the model's 4 layers into stages that are multiples of vpp; "
+     "use first = 1 and last = 3 or first = 2 and last = 2"),
+    (["layout.pp=2", "layout.last_stage_layers=4"], 2, "layout.last_stage_layers", "use last = 3 or last = 2"),
+    (["layout.ep=2"], 2, "layout.ep", "got 2, but the model has no experts; set it to 1"),
+    (["layout.etp=1"], 1, "layout.etp", "got 1, but the model has no experts; set it to null"),
     (["stages.1.engine.tp=3"], 1, "stages.1.engine.tp", "does not divide the model's 4 attention heads"),
     (["stages.0.global_batch_size=10"], 4, "stages.0.global_batch_size",
      "multiple of the 4 data-parallel ranks; use 8 or 12"),
