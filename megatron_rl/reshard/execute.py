@@ -32,6 +32,7 @@ def connect_plan(
         plan.placement,
         receivers=sorted({message.receiver for message in plan.messages_from(member.rank)}),
         senders=sorted({message.sender for message in plan.messages_to(member.rank)}),
+        relays=plan.two_tier,
         kind=kind,
         store=store,
     )

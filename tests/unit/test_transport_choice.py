@@ -53,7 +53,8 @@ def test_a_transport_that_cannot_be_used_is_refused(trainer, worker, kind, why):
 
 def test_members_with_their_own_gpus_share_one_nccl_group():
     own = Placement.packed(8, 8)
-    assert nccl_lanes(own) == (tuple(range(16)), tuple(range(8, 16)))
+    assert nccl_lanes(own, relays=False) == (tuple(range(16)),)
+    assert nccl_lanes(own, relays=True) == (tuple(range(16)), tuple(range(8, 16)))
 
 
 @pytest.mark.parametrize(
@@ -61,15 +62,15 @@ def test_members_with_their_own_gpus_share_one_nccl_group():
 )
 def test_members_that_share_gpus_find_an_nccl_group_without_two_on_one(trainers, workers, per_node):
     shared = Placement.packed(trainers, workers, per_node, colocated=True)
-    lanes = nccl_lanes(shared)
+    lanes = nccl_lanes(shared, relays=True)
     for lane in lanes:
         devices = [shared.device(member) for member in lane]
         assert len(set(devices)) == len(devices)
     for sender, receiver in product(range(trainers), range(trainers, trainers + workers)):
         if not shared.share_device(sender, receiver):
-            assert {sender, receiver} <= set(lanes[lane_of(shared, sender, receiver)])
+            assert {sender, receiver} <= set(lanes[lane_of(shared, lanes, sender, receiver)])
     for sender, receiver in product(range(trainers, trainers + workers), repeat=2):
-        assert {sender, receiver} <= set(lanes[lane_of(shared, sender, receiver)])
+        assert {sender, receiver} <= set(lanes[lane_of(shared, lanes, sender, receiver)])
 
 
 def test_each_case_of_the_gpu_check_uses_the_transports_that_it_is_for(monkeypatch):

@@ -47,10 +47,12 @@ class GlooTransport(StagedTransport):
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def start(self, operations: Sequence[Operation]) -> Started:
-        works = []
+        works, group = [], self._group
+        if group is None:
+            raise ReshardError(f"weight transfer: {self._member.name} has left the group")
         # receives first: a send that finds its receive posted need not wait for it
         for operation in sorted(operations, key=lambda each: each.is_send):
-            begin = self._group.send if operation.is_send else self._group.recv
+            begin = group.send if operation.is_send else group.recv
             verb = "sending to" if operation.is_send else "receiving from"
             what = (
                 f"{self._member.name} {verb} {self._member.name_of(operation.peer)} "

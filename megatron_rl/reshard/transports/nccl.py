@@ -23,19 +23,21 @@ from megatron_rl.reshard.transports.staged import Operation, StagedTransport, St
 _WATCHDOG_SLACK_S = 300.0  # NCCL's own watchdog ends the process: our time-out has to come first
 
 
-def nccl_lanes(placement: Placement) -> tuple[tuple[int, ...], ...]:
-    """Groups of members, each without two on one device, that hold every trainer rank and worker pair
-    on different devices; the last one holds all workers, for what they pass on to each other.
+def nccl_lanes(placement: Placement, *, relays: bool) -> tuple[tuple[int, ...], ...]:
+    """Groups of members, each without two on one device, that hold every pair of trainer rank and worker on
+    different devices; with `relays` a last one holds all workers, for what they pass on to each other.
 
     Two different devices differ in some bit of their number: for each bit, the trainer ranks that have it
     form a group with the workers that do not, and the other way round.
     """
-    trainers = range(len(placement.trainer_nodes))
-    workers = range(len(trainers), len(trainers) + len(placement.worker_nodes))
-    places = {member: placement.device(member) for member in (*trainers, *workers)}
+    num_trainers, num_workers = len(placement.trainer_nodes), len(placement.worker_nodes)
+    places = {m: place for m in range(num_trainers + num_workers) if (place := placement.device(m)) is not None}
+    trainers = [member for member in places if member < num_trainers]
+    workers = [member for member in places if member >= num_trainers]
+    among_workers = (tuple(workers),) if relays else ()
     if len(set(places.values())) == len(places):
-        return (*trainers, *workers), tuple(workers)
-    numbers = {place: number for number, place in enumerate(sorted({*places.values()} - {None}))}  # type: ignore[type-var]
+        return (*trainers, *workers), *among_workers
+    numbers = {place: number for number, place in enumerate(sorted(set(places.values())))}
     lanes = []
     for bit in range(max(1, (len(numbers) - 1).bit_length())):
         for value in (0, 1):
@@ -43,12 +45,11 @@ def nccl_lanes(placement: Placement) -> tuple[tuple[int, ...], ...]:
                 tuple(m for m in trainers if numbers[places[m]] >> bit & 1 == value)
                 + tuple(m for m in workers if numbers[places[m]] >> bit & 1 != value)
             )
-    return (*lanes, tuple(workers))
+    return *lanes, *among_workers
 
 
-def lane_of(placement: Placement, sender: int, receiver: int) -> int:
-    """Position in `nccl_lanes` of the group over which `sender` sends to `receiver`."""
-    lanes = nccl_lanes(placement)
+def lane_of(placement: Placement, lanes: Sequence[Sequence[int]], sender: int, receiver: int) -> int:
+    """Position in `lanes` of the group over which `sender` sends to `receiver`."""
     if sender >= len(placement.trainer_nodes):
         return len(lanes) - 1
     return next(index for index, lane in enumerate(lanes) if sender in lane and receiver in lane)
@@ -72,12 +73,12 @@ class NcclTransport(StagedTransport):
         try:
             backend = dist.ProcessGroupNCCL(prefix, rank, size, options)
             # only the outer class starts and ends a batch
-            self._group = dist.ProcessGroup(prefix, rank, size)
-            self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+            group = dist.ProcessGroup(prefix, rank, size)
+            group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
             backend._set_sequence_number_for_group()
-            self._group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
+            group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
             # batches are sent on the communicator of all, which the first collective sets up
-            work = self._group.allreduce([torch.ones(1, device=self.device)])
+            work = group.allreduce([torch.ones(1, device=self.device)])
             wait_until(
                 work.is_completed,
                 timeout_s=member.timeout_s,
@@ -88,10 +89,14 @@ class NcclTransport(StagedTransport):
                 f"weight transfer: {member.name} could not join {size - 1} others over NCCL: {first_line(error)}"
             ) from error
 
+        self._group: dist.ProcessGroup | None = group
+
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def start(self, operations: Sequence[Operation]) -> Started:
+        if self._group is None:
+            raise ReshardError(f"weight transfer: {self._member.name} has left the group")
         peers = sorted({self._member.name_of(operation.peer) for operation in operations})
         what = f"{self._member.name} exchanging {len(operations)} messages with {', '.join(peers)}"
         try:
@@ -109,7 +114,7 @@ class NcclTransport(StagedTransport):
 
     def close(self) -> None:
         """Ends also what is under way: a member that waits for one that is gone would wait for ever."""
-        group, self._group = self._group, None  # type: ignore[assignment]
+        group, self._group = self._group, None
         if group is not None:
             group.abort()
 

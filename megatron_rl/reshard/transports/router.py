@@ -78,12 +78,14 @@ def connect(
     *,
     receivers: Sequence[int],
     senders: Sequence[int],
+    relays: bool,
     kind: TransportKind = "auto",
     store: Store | None = None,
 ) -> Router:
     """Join the group that meets at `member.host:port`; returns when those that this member needs did.
 
-    `receivers` and `senders` are the members that this one has messages for and from. Rank 0 passes the store
+    `receivers` and `senders` are the members that this one has messages for and from; `relays`: some workers
+    anywhere send to others. Rank 0 passes the store
     from `open_store`. Raises ReshardError naming the member that did not come in time.
     """
     store = store if store is not None else join_store(member)
@@ -99,15 +101,19 @@ def connect(
         by_peer.update(dict.fromkeys(peers, transport))
 
     # every member takes part in what is collective, whether or not it has messages that go there
-    used = _kinds_in(placement, member, kind)
+    used = _kinds_in(placement, member, kind, relays=relays)
     if "gloo" in used:
         use(GlooTransport(member, store), _peers(member, kinds, "gloo"))
     if "nccl" in used:
         peers = _peers(member, kinds, "nccl")
-        for index, lane in enumerate(nccl_lanes(placement)):
+        lanes = nccl_lanes(placement, relays=relays)
+        for index, lane in enumerate(lanes):
             if member.rank in lane and len(lane) > 1:
                 transport = NcclTransport(member, store, members=lane, name=str(index))
-                use(transport, [p for p in peers if lane_of(placement, *sorted((member.rank, p))) == index])
+                use(
+                    transport,
+                    [p for p in peers if lane_of(placement, lanes, *sorted((member.rank, p))) == index],
+                )
     if shared := _peers(member, kinds, "shared"):
         memory = _memory(placement, member.rank)
         use(
@@ -145,7 +151,7 @@ def _peers(member: Membership, kinds: dict[tuple[int, int], str], kind: str) -> 
     return sorted({peer for pair, found in kinds.items() if found == kind for peer in pair} - {member.rank})
 
 
-def _kinds_in(placement: Placement, member: Membership, kind: TransportKind) -> set[str]:
+def _kinds_in(placement: Placement, member: Membership, kind: TransportKind, *, relays: bool) -> set[str]:
     """Of all pairs that could have messages; every member finds the same."""
     if kind != "auto":
         return {kind}
@@ -154,7 +160,7 @@ def _kinds_in(placement: Placement, member: Membership, kind: TransportKind) -> 
     workers = {(placement.node(m), placement.device(m)): m for m in range(member.num_trainers, member.world)}
     return {
         choose_kind(placement, sender, receiver, kind=kind)
-        for sender in (*trainers.values(), *workers.values())
+        for sender in (*trainers.values(), *(workers.values() if relays else ()))
         for receiver in workers.values()
     }
 

@@ -79,6 +79,7 @@ class CudaMemory:
         self._device = device
 
     def create(self, num_bytes: int) -> tuple[Tensor, list[Any]]:
+        torch.cuda.ipc_collect()  # what receivers of earlier updates have let go of
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         # what stands behind class, size, stride, offset, storage class, dtype and device: plain values
         _, arguments = reduce_tensor(buffer)
@@ -133,6 +134,8 @@ class _SocketLine:
         return Note(word, tuple(numbers), memory)
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits here
         self._sock.close()
 
     def _lost(self, why: str) -> ReshardError:
