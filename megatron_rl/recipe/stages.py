@@ -126,7 +126,7 @@ class EngineConfig:
     start_timeout_s: PositiveFloat = 300.0
     # of one call with all its requests: an engine's share of an iteration, or of an evaluation set
     request_timeout_s: PositiveFloat = 600.0
-    parity_bound: PositiveFloat | None = None  # largest allowed log-prob gap; none: 1e-4 fp32, 0.2 bf16
+    parity_bound: PositiveFloat | None = None  # largest allowed log-prob gap; none: 3e-4 fp32, 0.2 bf16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

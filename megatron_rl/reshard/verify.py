@@ -14,8 +14,11 @@ Values = Sequence[float]
 
 
 def parity_bound(dtype: str) -> float:
-    """Largest gap in nats that rounding explains: 1e-4 for `float32`, 0.2 for `bfloat16`."""
-    return 1e-4 if dtype == "float32" else 0.2
+    """Largest gap in nats that rounding explains: 3e-4 for `float32`, 0.2 for `bfloat16`.
+
+    In float32, 9e-5 was found on a model of 30 layers between three workers and six ranks.
+    """
+    return 3e-4 if dtype == "float32" else 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
