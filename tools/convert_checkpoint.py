@@ -212,8 +212,8 @@ def _export_parser(commands: Commands) -> None:
         "checkpoint",
         type=Path,
         metavar="CKPT",
-        help="a run directory (its latest checkpoint), one checkpoint of it, an imported checkpoint, or a checkpoint "
-        "of Megatron-LM; saved in any layout",
+        help="a run directory (its latest checkpoint), one checkpoint of it, an imported checkpoint, or a directory of "
+        "megatron-core's dist_checkpointing; saved in any layout",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to write; must not exist yet")
     parser.add_argument(

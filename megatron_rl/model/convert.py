@@ -72,7 +72,7 @@ class OpenModel:
 def open_model(path: Path, *, hf_source: Path | None = None) -> Iterator[OpenModel]:
     """Open a HF directory, an imported checkpoint, a checkpoint of a run, or a run (its latest checkpoint).
 
-    `hf_source` replaces the HF directory that a checkpoint names; a checkpoint of Megatron-LM names none. Raises
+    `hf_source` replaces the HF directory that a checkpoint names; one that megatron-core alone wrote names none. Raises
     ModelError and CheckpointError for what is incomplete, and for a HF directory of another model.
     """
     if (path / CONFIG_FILE).is_file():
@@ -125,11 +125,7 @@ def import_hf(
     except LayoutError as error:
         raise LayoutError(f"--tp {tp} --pp {pp}: {error}") from None
     with open_checkpoint(hf_path) as source:
-        check_tensors(source, spec)
-        if spec.tied:
-            for start in range(0, spec.vocab_size, _HEAD_ROWS):
-                rows = min(_HEAD_ROWS, spec.vocab_size - start)
-                check_redundant_head(source, start=start, length=rows)
+        _check_source(source, spec)
         directory = NewDirectory(out)
         try:
             _write_import(directory.partial, source, spec, layout, dtype=dtype)
@@ -138,6 +134,13 @@ def import_hf(
             directory.discard()
             raise
     return spec
+
+
+def _check_source(source: HfCheckpoint, spec: ModelSpec) -> None:
+    check_tensors(source, spec)
+    if spec.tied:
+        for start in range(0, spec.vocab_size, _HEAD_ROWS):
+            check_redundant_head(source, start=start, length=min(_HEAD_ROWS, spec.vocab_size - start))
 
 
 def _write_import(
@@ -190,7 +193,7 @@ def export_hf(
     Raises ModelError and CheckpointError for tensors that cannot be read or written, OSError for `out`.
     """
     if isinstance(model.tensors, HfCheckpoint):
-        check_tensors(model.tensors, model.spec)
+        _check_source(model.tensors, model.spec)
     shapes = hf_tensors(model.spec)
     dtypes = {name: dtype or model.tensors.dtype(name) for name in shapes}
     writer = HfWriter(

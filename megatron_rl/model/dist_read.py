@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_rl.errors import CheckpointError
-from megatron_rl.model.dist_tables import StoredShape, places, stored_shapes
+from megatron_rl.model.dist_tables import OTHER_KEYS, StoredShape, places, stored_shapes
 from megatron_rl.model.hf_files import listed
 from megatron_rl.model.hf_tables import EMBEDDING_PARAM, HEAD_PARAM, hf_tensors
 from megatron_rl.model.spec import ModelSpec
@@ -184,16 +184,13 @@ def open_distributed(
     """
     metadata = _read_metadata(directory)
     shapes = stored_shapes(spec)
-    tensors = {
-        key: entry
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OTHER_STATE)
-    }
-    _check_shapes(directory, shapes, {key: tuple(entry.size) for key, entry in tensors.items()})
+    tensors = _tensors(directory, metadata)
+    _check_shapes(directory, shapes, {key: tuple(entry.size) for key, (_, entry) in tensors.items()})
     boxes: dict[tuple[str, tuple[int, ...]], list[_Box]] = defaultdict(list)
     try:
-        for key, entry in tensors.items():
-            for index, box in _boxes_of(key, entry, len(shapes[key].leading), metadata.storage_data):
+        for key, (written_as, entry) in tensors.items():
+            num_leading = len(shapes[key].leading)
+            for index, box in _boxes_of(written_as, entry, num_leading, metadata.storage_data):
                 boxes[key, index].append(box)
     except KeyError as error:
         raise CheckpointError(f"{directory / METADATA_FILE}: says nowhere where {error} stands") from None
@@ -203,7 +200,7 @@ def open_distributed(
         yield DistCheckpoint(
             directory,
             spec,
-            dtypes={key: entry.properties.dtype for key, entry in tensors.items()},
+            dtypes={key: entry.properties.dtype for key, (_, entry) in tensors.items()},
             boxes=boxes,
             files=files,
             hf_dtypes=hf_dtypes or {},
@@ -220,6 +217,21 @@ def _read_metadata(directory: Path) -> Metadata:
         return FileSystemReader(directory).read_metadata()
     except _BAD_METADATA as error:
         raise CheckpointError(f"{directory / METADATA_FILE}: cannot be read: {error}") from None
+
+
+def _tensors(directory: Path, metadata: Metadata) -> dict[str, tuple[str, TensorStorageMetadata]]:
+    """Key in the tables -> key in the checkpoint, and what that says of it."""
+    found: dict[str, tuple[str, TensorStorageMetadata]] = {}
+    for written_as, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata) or written_as.startswith(_OTHER_STATE):
+            continue
+        key = OTHER_KEYS.get(written_as, written_as)
+        if key in found:
+            raise CheckpointError(
+                f"{directory}: holds both {written_as} and {found[key][0]}, which are the same"
+            )
+        found[key] = written_as, entry
+    return found
 
 
 def _check_shapes(

@@ -21,6 +21,11 @@ from megatron_rl.parallel.layout import ParallelLayout
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts\.)local_experts\.(\d+)\.(.+)")
+# megatron-core's own layer specs name the norms after the linear layers that follow them
+OTHER_KEYS = {
+    "decoder.layers.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.input_layernorm.weight",
+    "decoder.layers.mlp.linear_fc1.layer_norm_weight": "decoder.layers.pre_mlp_layernorm.weight",
+}
 _LINEAR = re.compile(r"(.+\.linear_\w+)\.weight")
 
 

@@ -52,21 +52,28 @@ class TensorFile:
 
     def read_into(self, stored: Stored, out: Tensor, *, starts: Sequence[int]) -> None:
         """Fill `out`, of any dtype, device and strides, with the part of its shape that begins at `starts`."""
-        rows, width = out.shape[0], math.prod(stored.shape[1:])
-        begin = stored.offset + starts[0] * width * stored.dtype.itemsize
-        has_whole_rows = tuple(out.shape[1:]) == stored.shape[1:]
-        if has_whole_rows and out.dtype is stored.dtype and out.device.type == "cpu" and out.is_contiguous():
+        if not out.numel():
+            return
+        rest = tuple(out.shape[1:])
+        row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+        begin = stored.offset + starts[0] * row_bytes
+        if (
+            rest == stored.shape[1:]
+            and out.dtype is stored.dtype
+            and out.device.type == "cpu"
+            and out.is_contiguous()
+        ):
             self._fill(out, begin)
             return
-        row_bytes = width * stored.dtype.itemsize
-        rows_per_block = max(1, _BLOCK_BYTES // max(row_bytes, 1))
-        block = torch.empty((min(rows, rows_per_block), *stored.shape[1:]), dtype=stored.dtype)
-        for first in range(0, rows, rows_per_block):
-            read = block[: min(rows_per_block, rows - first)]
+        rows = max(1, _BLOCK_BYTES // row_bytes)
+        block = torch.empty((min(rows, out.shape[0]), *stored.shape[1:]), dtype=stored.dtype)
+        for first in range(0, out.shape[0], rows):
+            part = out[first : first + rows]
+            read = block[: part.shape[0]]
             self._fill(read, begin + first * row_bytes)
             for dim in range(1, read.dim()):
                 read = read.narrow(dim, starts[dim], out.shape[dim])
-            out[first : first + rows_per_block].copy_(read)
+            part.copy_(read)
 
     def read_at(self, begin: int, view: memoryview) -> int:
         """Fill `view` as far as the file reaches; the number of bytes."""

@@ -17,6 +17,7 @@ from megatron_rl.errors import CheckpointError
 from megatron_rl.model.checkpoint_files import find_checkpoint
 from megatron_rl.model.compare import compare_models
 from megatron_rl.model.convert import export_hf, import_hf, open_model
+from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from tests.helpers.checkpoints import ROOT, load_tool, same_bytes, tensors_of
 from tests.helpers.distributed import run_distributed
@@ -69,6 +70,7 @@ def work(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     plain = session(Run(hf_path=str(root / "moe"), root=str(root / "unused"), pp=2), rank, world_size)
     seen["plain"] = load_plainly(plain, root / "import 3" / "model")
     seen["other"] = load_another_model(plain, root / "import 0")
+    save_megatron_cores_own_model(root / "qwen3-onekv", root / "of megatron-core", rank, world_size)
     groups.destroy_process_groups()
     return seen
 
@@ -109,6 +111,35 @@ def load_plainly(here: Session, directory: Path) -> tuple[str, str]:
     loaded = dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(directory))
     chunk.load_state_dict(loaded["model"])
     return from_hf, here.digest()
+
+
+def save_megatron_cores_own_model(hf: Path, out: Path, rank: int, world_size: int) -> None:
+    """A model of megatron-core's own layer spec, whose checkpoints name the norms in another way."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_rl.model.build import transformer_config
+    from megatron_rl.model.checkpoint_tensors import prepare_sharded, write_sharded
+    from megatron_rl.model.hf_io import load_hf
+    from megatron_rl.model.hf_tables import padded_vocab
+    from megatron_rl.parallel import groups
+
+    groups.destroy_model_groups()
+    layout = ParallelLayout(tp=2, dp=world_size // 2)
+    groups.build_model_groups(layout, timeout_s=120)
+    spec = ModelSpec.from_hf(hf)
+    model = GPTModel(
+        transformer_config(spec, layout, dtype=torch.float32, kind="local"),
+        get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+        vocab_size=padded_vocab(spec.vocab_size, layout.tp),
+        max_sequence_length=64,
+        position_embedding_type="rope",
+    )
+    load_hf([model], spec, layout, hf_path=hf, rank=rank)
+    if rank == 0:
+        out.mkdir()
+    dist.barrier()
+    write_sharded(prepare_sharded({"model": model.sharded_state_dict()}), out, dist.group.WORLD)
 
 
 def load_another_model(here: Session, imported: Path) -> str:
@@ -161,6 +192,13 @@ def test_any_layout_loads_an_import_as_it_loads_the_hf_directory(
 
 def test_megatron_core_alone_loads_an_import(ranks: list[dict[str, Any]]) -> None:
     assert all(from_hf == from_import for from_hf, from_import in (rank["plain"] for rank in ranks))
+
+
+def test_a_checkpoint_of_megatron_cores_own_layers_is_exported(root: Path, ranks: list[dict[str, Any]]) -> None:
+    del ranks
+    with open_model(root / "of megatron-core", hf_source=root / "qwen3-onekv") as model:
+        export_hf(model, root / "from megatron-core")
+    assert same_bytes(tensors_of(root / "qwen3-onekv"), tensors_of(root / "from megatron-core")) == []
 
 
 def test_an_import_of_another_model_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:

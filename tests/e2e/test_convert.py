@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.stages import EngineConfig
@@ -74,6 +76,20 @@ def test_the_tool_exports_what_the_run_exports(run_dir: Path, exported: Path) ->
     for path in sorted((run_dir / "model").iterdir()):
         if path.suffix != ".safetensors":
             assert path.read_bytes() == (exported / path.name).read_bytes(), path.name
+
+
+@pytest.mark.timeout(600)
+def test_transformers_opens_an_export_with_nothing_else_at_hand(exported: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    alone = Path(shutil.copytree(exported, tmp_path / "alone"))
+    tokenizer, original = (AutoTokenizer.from_pretrained(path) for path in (alone, exported.parent / "models" / "tiny"))
+    messages = [{"role": "user", "content": "4+7-1"}]
+    ids, wanted = (t.apply_chat_template(messages, add_generation_prompt=True) for t in (tokenizer, original))
+    assert ids == wanted
+    model = AutoModelForCausalLM.from_pretrained(alone)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.dtype == torch.float32
 
 
 @pytest.mark.timeout(600)

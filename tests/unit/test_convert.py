@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,20 @@ def test_mixed_dtypes_in_several_files_keep_their_dtypes_and_bytes(hf: Path, tmp
     exported = round_trip(hf, tmp_path, max_file_bytes=100_000)
     assert len(list(exported.glob("*.safetensors"))) > 2
     assert same_bytes(before, tensors_of(exported)) == []
+
+
+def test_a_float32_router_stays_float32(models: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(models / "moe", tmp_path / "hf"))
+    before = {
+        name: tensor if name.endswith("mlp.gate.weight") else tensor.bfloat16()
+        for name, tensor in tensors_of(source).items()
+    }
+    rewrite(source, before)
+    after = tensors_of(round_trip(source, tmp_path))
+    assert same_bytes(before, after) == []
+    assert sorted(name for name, tensor in after.items() if tensor.dtype is torch.float32) == [
+        f"model.layers.{i}.mlp.gate.weight" for i in range(2)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -205,8 +220,10 @@ def test_a_tied_head_that_differs_is_refused(tied: Path, tmp_path: Path) -> None
     head[250, 63] += 1.0
     rewrite(tied, {HEAD: head})
     with pytest.raises(ModelError, match=r"tie_word_embeddings, but lm_head\.weight differs"):
-        import_hf(tied, tmp_path / "imported")
-    assert not (tmp_path / "imported").exists()
+        import_hf(tied, tmp_path / "out")
+    with pytest.raises(ModelError, match=r"tie_word_embeddings, but lm_head\.weight differs"):
+        convert(tied, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_was_written_anew_is_read_anew(hf: Path, tmp_path: Path) -> None:
@@ -277,3 +294,30 @@ def test_the_model_that_a_checkpoint_was_imported_from_is_recorded(models: Path,
     assert saved.model["vocab_size"] == 251 and saved.model["rope_scaling"] == {"factor": 8.0}
     with pytest.raises(CheckpointError, match=r"holds another model than .*qwen3"):
         convert(tmp_path / "out", tmp_path / "exported", hf_source=models / "qwen3")
+
+
+def added_memory(action: Callable[[], Any]) -> int:
+    """Bytes that `action` added to this process at its peak, mapped files included."""
+    # resets the peak to what is resident now
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    action()
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def test_a_conversion_holds_a_tensor_at_a_time_and_not_the_model(tmp_path: Path) -> None:
+    hf = make_tiny_hf(tmp_path / "hf", num_layers=24, hidden=256, ffn=4096, vocab=8192)
+    size = (hf / "model.safetensors").stat().st_size
+    largest = max(tensor.nbytes for tensor in tensors_of(hf).values())
+    assert size > 20 * largest
+    round_trip(hf, tmp_path / "first")
+    (tmp_path / "second").mkdir()
+    imported = added_memory(lambda: import_hf(hf, tmp_path / "second" / "imported"))
+    exported = added_memory(lambda: convert(tmp_path / "second" / "imported", tmp_path / "second" / "exported"))
+    # a tensor, a block where bytes cannot go straight to their place, and what the allocator keeps
+    assert max(imported, exported) < size / 4, (imported, exported, size)

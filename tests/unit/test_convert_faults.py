@@ -158,6 +158,13 @@ def missing_and_unexpected(hf: Path) -> str:
     return f"missing: {UP}; unexpected: model.layers.0.mlp.extra.weight"
 
 
+def other_prefix(hf: Path) -> str:
+    """No name is guessed: neither the layers nor the head may get lost on the way."""
+    tensors = tensors_of(hf)
+    rewrite(hf, dict.fromkeys(tensors) | {name.replace("model.", "lm."): t for name, t in tensors.items()})
+    return "missing: model.embed_tokens.weight, model.layers.0"
+
+
 def wrong_shape(hf: Path) -> str:
     rewrite(hf, {UP: torch.ones(64, 96)})
     return f"wrong shape: {UP} [64, 96], must be [96, 64]"
@@ -202,7 +209,8 @@ HARMED_SOURCES = (
     cut_inside_the_data, cut_inside_the_header, empty_file, intervals_that_overlap, name_twice_in_a_header,
     name_in_two_files, ghost_in_the_index, tensor_in_another_file, tensor_that_the_index_forgot,
     file_that_is_not_there, file_of_another_directory, single_file_beside_an_index, missing_and_unexpected,
-    wrong_shape, quantised, pickled_only, config_of_another_model, unknown_architecture, unsupported_rope, no_config,
+    other_prefix, wrong_shape, quantised, pickled_only, config_of_another_model, unknown_architecture,
+    unsupported_rope, no_config,
 )
 
 
@@ -289,7 +297,7 @@ def test_a_harmed_checkpoint_is_refused(harm: Callable[[Path], str], checkpoint:
 def test_a_bare_distributed_checkpoint_is_refused_for_its_own_tensors(
     checkpoint: Path, model: Path, tmp_path: Path
 ) -> None:
-    """One of Megatron-LM has no state.json that would notice."""
+    """One that megatron-core alone wrote has no state.json that would notice."""
     bare = checkpoint / "model"
     assert "pass --hf-source" in refused(lambda: export(bare, tmp_path / "out"), tmp_path)
     file = bare / "__1_0.distcp"
