@@ -147,6 +147,23 @@ def test_a_taken_engine_port_is_named(here: Path, taken_port: str) -> None:
     assert_nothing_is_left(run_dir)
 
 
+def test_a_gap_over_the_bound_ends_every_rank_with_its_cause(here: Path) -> None:
+    run_dir = here / "runs" / "gap"
+    options = ("--nproc", "2", "stages.1.engine.parity_bound=1e-12")
+    code, _, errors = ended(start(here, run_dir, *SMALL, *options), timeout_s=280)
+    assert code == USER_ERROR
+    assert is_one_message(
+        errors,
+        r"rank \d of 2 failed first \(exit code 2\)\n"
+        r"  parity: after the transfer of weight version 0 trainer and engine differ by \S+ nats at .* bound 1e-12\): "
+        r"bound below rounding: .* explains 0\.0001; raise engine\.parity_bound",
+    ), errors
+    (record,) = json.loads((run_dir / "parity.json").read_text())
+    assert (record["fault"], record["weight_version"], record["step"]) == ("bound below rounding", 0, 2)
+    assert 0 < record["max"] < 1e-4
+    assert_nothing_is_left(run_dir)
+
+
 def test_ctrl_c_in_sft_ends_every_rank_and_leaves_a_checkpoint_to_resume_from(here: Path) -> None:
     run_dir = here / "runs" / "ctrl_c_sft"
     process = start(here, run_dir, *SMALL, "stages.0.steps=100000", "--nproc", "2")

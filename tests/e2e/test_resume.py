@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -37,7 +38,7 @@ SMALL = (
 )
 KILLED_AFTER = SFT_STEPS + 3  # one iteration beyond a checkpoint
 # wall time is all that may differ
-_CLOCK = ("time_s", "sync/transfer_s", "throughput/tokens_per_s")
+_CLOCK = ("time_s", "sync/transfer_s", "sync/parity_s", "throughput/tokens_per_s")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,18 @@ def test_a_killed_and_resumed_run_measures_bit_for_bit_what_it_would_have(straig
     assert [line["step"] for line in got] == list(range(1, SFT_STEPS + ITERATIONS + 1))
     for a, b in zip(want, got, strict=True):
         assert without_clock(b) == without_clock(a)
+
+
+@pytest.mark.timeout(900)
+def test_parity_of_each_transfer_is_recorded_once(straight: Path, resumed: Path) -> None:
+    records = [json.loads((run_dir / "parity.json").read_text()) for run_dir in (straight, resumed)]
+    for of_run in records:
+        for record in of_run:
+            assert record.pop("seconds") > 0 and record.pop("parity_seconds") > 0
+            assert record["max"] <= record["bound"]
+    # the checkpoint's weights went to two engines
+    assert [record["iteration"] for record in records[1]] == list(range(ITERATIONS + 1))
+    assert records[1] == records[0]
 
 
 @pytest.mark.timeout(900)
