@@ -36,6 +36,8 @@ _OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     # gathered in host memory on dp rank 0 only; the other way costs every rank a whole copy
     "distrib_optim_fully_reshardable_mem_efficient": True,
+    # expert parallelism trains experts by an optimizer of their own; names of parameters tell them apart as it is
+    "chained_optim_avoid_prefix": True,
 }
 
 
@@ -127,7 +129,7 @@ class CheckpointStore:
             _model_state(policy), is_loading=True, metadata=dict(_OPTIMIZER_FORMAT)
         )
         loaded = read_sharded({"optimizer": state}, saved.path / _OPTIMIZER_DIR)
-        optimizer.inner.load_state_dict(loaded["optimizer"])
+        optimizer.inner.load_state_dict(_in_own_terms(state, loaded["optimizer"], steps=saved.optimizer_steps))
         optimizer.num_steps = saved.optimizer_steps
 
     def _start(self, policy: Trainable, progress: Mapping[str, Any], name: str) -> None:
@@ -194,6 +196,21 @@ def _sharded_states(policy: Trainable) -> dict[str, dict[str, Any]]:
         return {MODEL_DIR: model}
     optimizer = policy.optimizer.inner.sharded_state_dict(model, metadata=dict(_OPTIMIZER_FORMAT))
     return {MODEL_DIR: model, _OPTIMIZER_DIR: {"optimizer": optimizer}}
+
+
+def _in_own_terms(own: dict[Any, Any], loaded: dict[Any, Any], *, steps: int) -> dict[Any, Any]:
+    """The loaded moments with the settings of this run's optimizer, which may be split another way than the saved.
+
+    `own` is what it says of itself: parameter groups and settings, or such parts by number.
+    """
+    if 0 in own:
+        return {number: _in_own_terms(part, loaded[number], steps=steps) for number, part in own.items()}
+    groups = [{**group, "step": steps} for group in own["optimizer"]["param_groups"]]
+    return {
+        **own,
+        "optimizer": {**own["optimizer"], "param_groups": groups},
+        "param_state": loaded["param_state"],
+    }
 
 
 def _prepared(states: Mapping[str, dict[str, Any]]) -> dict[str, Prepared]:

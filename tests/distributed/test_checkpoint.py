@@ -17,7 +17,6 @@ import torch
 
 from megatron_rl.errors import CheckpointError, LostPeerError
 from megatron_rl.model.checkpoint_files import find_latest
-from megatron_rl.parallel.layout import ParallelLayout
 from tests.helpers.distributed import DistributedFailure, run_distributed
 from tests.helpers.full_disk import files_limited_to
 from tests.helpers.models import make_tiny_hf
@@ -35,7 +34,7 @@ def work(rank: int, world_size: int, jobs: list[Job]) -> list[Any]:
 
     results = []
     for job, run, args in jobs:
-        layout = ParallelLayout.for_world(tp=run.tp, pp=run.pp, vpp=run.vpp, sp=run.sp, world_size=world_size)
+        layout = run.layout(world_size)
         if results:
             groups.destroy_model_groups()
             groups.build_model_groups(layout, timeout_s=60)
@@ -84,6 +83,8 @@ def save_on_full_disks(here: Session) -> list[str]:
         told.append(str(caught.value))
         torch.distributed.barrier()
         assert sorted(os.listdir(here.root)) == ["latest", "stage_0_step_000001"]
+        # rank 0 must not start the next one while others still look
+        torch.distributed.barrier()
     for step in (3, 4):
         here.store.save(here.policy, {"stage": 0, "step": step})
     assert sorted(os.listdir(here.root)) == ["latest", "stage_0_step_000003", "stage_0_step_000004"]
@@ -174,6 +175,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "tied": str(make_tiny_hf(root / "tied", family="qwen2", tied=True)),
         "untied": str(make_tiny_hf(root / "untied", family="qwen3")),
+        "experts": str(make_tiny_hf(root / "experts", family="qwen3_moe")),
         "fewer words": str(make_tiny_hf(root / "fewer", family="qwen3", vocab=200)),
     }
 
@@ -204,6 +206,7 @@ def on_two(
     dp2 = Run(hf_path=models["untied"], root=str(root / "dp2"))
     pp2 = replace(run, tp=1, pp=2)
     vpp2, through = replace(pp2, vpp=2), replace(pp2, root=str(root / "through"))
+    experts = Run(hf_path=models["experts"], root=str(root / "experts"), ep=2)
     jobs: dict[str, Job] = {
         "dp2": (train_save_train, dp2, []),
         "dp2 again": (resume_train, dp2, []),
@@ -215,6 +218,10 @@ def on_two(
         "to pp2 vpp2": (resume_train, vpp2, []),
         "save from vpp2": (save_again, vpp2, [through.root]),
         "through vpp2": (resume_train, through, []),
+        "experts": (train_save_train, experts, []),
+        "experts again": (resume_train, experts, []),
+        "experts to tp2 sp": (resume_train, replace(experts, ep=1, tp=2, sp=True), []),
+        "experts to pp2": (resume_train, replace(experts, ep=1, pp=2), []),
         "no step": (save_before_the_first_step, replace(dp2, root=str(root / "no step")), []),
         "interrupted": (save_interrupted, replace(dp2, root=str(root / "interrupted")), []),
         "full disks": (save_on_full_disks, replace(dp2, root=str(root / "full"), pp=2), []),
@@ -231,6 +238,7 @@ def assert_continues(resumed: list[dict[str, Any]], original: Original) -> None:
 def test_resume_in_the_same_layout_is_bit_equal(on_four: dict[str, Any], on_two: dict[str, Any]) -> None:
     assert on_four["same"] == on_four["original"].measured
     assert on_two["dp2 again"] == on_two["dp2"]
+    assert on_two["experts again"] == on_two["experts"]
 
 
 def test_resume_at_tp4_continues_with_the_same_losses_and_norms(on_four: dict[str, Any]) -> None:
@@ -243,6 +251,14 @@ def test_resume_on_fewer_ranks_continues_with_the_same_losses_and_norms(
     on_four: dict[str, Any], on_two: dict[str, Any], case: str
 ) -> None:
     assert_continues(on_two[case], on_four["original"])
+
+
+@pytest.mark.parametrize("case", ["experts to tp2 sp", "experts to pp2"])
+def test_experts_spread_in_another_way_continue_with_the_same_losses_and_norms(
+    on_two: dict[str, Any], models: dict[str, str], case: str
+) -> None:
+    run = Run(hf_path=models["experts"], root="")
+    assert_continues(on_two[case], Original(run, on_two["experts"]))
 
 
 def test_resume_on_one_rank_continues_with_the_same_losses_and_norms(on_four: dict[str, Any]) -> None:

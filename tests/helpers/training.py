@@ -32,7 +32,13 @@ class Run:
     vpp: int = 1
     sp: bool = False
     ep: int = 1
+    etp: int | None = None
     dtype: str = "float32"
+
+    def layout(self, world_size: int) -> ParallelLayout:
+        return ParallelLayout.for_world(
+            tp=self.tp, pp=self.pp, vpp=self.vpp, sp=self.sp, ep=self.ep, etp=self.etp, world_size=world_size
+        )
 
 
 def recipe_of(run: Run) -> Recipe:
@@ -68,9 +74,7 @@ class Session:
         from megatron_rl.train.policy import Policy
 
         self.rank, self.root = rank, run.root
-        self.layout = ParallelLayout.for_world(
-            tp=run.tp, pp=run.pp, vpp=run.vpp, sp=run.sp, ep=run.ep, world_size=world_size
-        )
+        self.layout = run.layout(world_size)
         self.recipe = recipe_of(run)
         self.store = CheckpointStore(Path(run.root), keep=2, rank=rank, recipe=self.recipe, timeout_s=20)
         config = ModelConfig(hf_path=run.hf_path, dtype=run.dtype, spec="local")
