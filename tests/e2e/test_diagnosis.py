@@ -358,7 +358,7 @@ EXPECTED = {
     "prefixes_that_stay": r"prefix cache: tokens sampled after a new prompt agree to \S+, those after .* do not; ",
     "damaged_once": r"damaged transfer: after a second transfer of the same weights the gap is ",
     "not_a_number": r"not finite: the engine's log-prob of token 1 of probe 0 is nan; ",
-    "bound_too_tight": r"bound below rounding: the gap of \S+ is above the bound of 1e-09, .* explains 0\.0001; ",
+    "bound_too_tight": r"bound below rounding: the gap of \S+ is above the bound of 1e-09, .* explains 0\.0003; ",
     "no_time": r"unknown: .*the search ended early: no time is left to try more; ",
     "engine_killed": r"unknown: .*the search ended early: engine replica 0 \(pid \d+\): died \(signal SIGKILL\)",
 }
