@@ -20,7 +20,7 @@ from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.problems import Problem, raise_problems
 from megatron_rl.recipe.schema import LayoutConfig, Recipe
 from megatron_rl.recipe.stages import RlStage, SftStage, Stage
-from megatron_rl.reshard.tables import check_target
+from megatron_rl.reshard.tables import check_served, check_target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +159,11 @@ def _split_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
         layout = ParallelLayout(tp=recipe.layout.tp, sp=recipe.layout.sp)
     for problem in split_problems(spec, layout):
         yield _as_problem(LayoutError(problem), "layout")
+    if any(isinstance(stage, RlStage) for stage in recipe.stages):
+        try:
+            check_served(spec)
+        except ModelError as error:
+            yield _as_problem(error, "model.hf_path")
     for i, stage in enumerate(recipe.stages):
         if isinstance(stage, RlStage):
             try:

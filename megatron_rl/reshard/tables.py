@@ -9,7 +9,7 @@ parallelism alone, without vLLM's expert parallelism) and the whole router.
 
 from __future__ import annotations
 
-from megatron_rl.errors import LayoutError
+from megatron_rl.errors import LayoutError, ModelError
 from megatron_rl.model.hf_tables import EMBEDDING, HEAD, hf_tensors
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.degrees import divisors, nearest
@@ -17,6 +17,16 @@ from megatron_rl.parallel.degrees import divisors, nearest
 ENGINE_VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this, whatever its tensor parallelism
 
 Need = tuple[int | None, int, int]  # (dim, start, length); dim None: the whole tensor, start and length 0
+
+
+def check_served(spec: ModelSpec) -> None:
+    """Raises ModelError when vLLM would load the model without a word and compute another one."""
+    if spec.family == "qwen2" and spec.num_heads * spec.head_dim != spec.hidden_size:
+        raise ModelError(
+            f"model.hf_path: head_dim = {spec.head_dim} with hidden_size = {spec.hidden_size} and {spec.num_heads} "
+            f"attention heads cannot be served: vLLM takes hidden_size / heads for head_dim of a Qwen2 model and "
+            f"drops the other rows of q, k and v; use a model with head_dim = {spec.hidden_size / spec.num_heads:g}"
+        )
 
 
 def check_target(spec: ModelSpec, *, tp: int) -> None:

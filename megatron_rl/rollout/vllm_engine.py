@@ -14,7 +14,7 @@ from megatron_rl.errors import EngineError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.reshard.plan import ReshardPlan
-from megatron_rl.reshard.tables import check_target
+from megatron_rl.reshard.tables import check_served, check_target
 from megatron_rl.reshard.transports import TransportKind
 from megatron_rl.rollout.engine import GenerateRequest
 from megatron_rl.rollout.replicas import Replica, meeting_host, open_replicas
@@ -51,8 +51,10 @@ class VllmEngine:
         `dtype` is `float32` or `bfloat16`, `max_model_len` the tokens of prompt plus response, `threads` the
         CPU threads of one worker. Raises EngineError naming the replica, its exit code and the end of its
         log, the configured port if it is taken, the host that cannot be used, or the GPUs that are missing:
-        replicas do not share them. LayoutError if the model does not fit `engine.tp`.
+        replicas do not share them. LayoutError if the model does not fit `engine.tp`, ModelError if vLLM
+        computes another one.
         """
+        check_served(spec)
         check_target(spec, tp=config.tp)
         if max_model_len > spec.max_positions:
             raise EngineError(

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.errors import LayoutError, ReshardError
+from megatron_rl.errors import LayoutError, ModelError, ReshardError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.reshard.placement import Placement
 from megatron_rl.reshard.plan import plan_from_inputs, plan_reshard
 from megatron_rl.reshard.plan_text import ranges_text, size_text, summary_rows
 from megatron_rl.reshard.proof import check_plan, check_totals
-from megatron_rl.reshard.tables import target_needs
+from megatron_rl.reshard.tables import check_served, target_needs
 
 QWEN3_8B = ModelSpec(
     family="qwen3",
@@ -440,3 +440,9 @@ def test_numbers_are_shown_as_ranges_and_sizes_in_the_largest_unit():
         "1.5 KiB",
         "3 GiB",
     ]
+
+
+def test_a_model_that_vllm_would_cut_in_silence_is_refused():
+    check_served(replace(TINY, head_dim=2))
+    with pytest.raises(ModelError, match=r"head_dim = 4 with hidden_size = 8 and 4 .* use a model with head_dim = 2$"):
+        check_served(TINY)
