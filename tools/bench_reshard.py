@@ -167,7 +167,10 @@ def report(plan: ReshardPlan, measured: dict[str, Any]) -> dict[str, Any]:
     """Medians, and every target of this benchmark with what was reached."""
     median = {name: statistics.median(values) for name, values in measured["seconds"].items()}
     cpu = {
-        name: {"sources": statistics.median(s for s, _ in values), "workers": statistics.median(w for _, w in values)}
+        name: {
+            "sources": statistics.median(s for s, _ in values),
+            "workers": statistics.median(w for _, w in values),
+        }
         for name, values in measured["cpu"].items()
     }
     floor = median["raw"] + median["load"]

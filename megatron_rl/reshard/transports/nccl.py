@@ -31,7 +31,9 @@ def nccl_lanes(placement: Placement, *, relays: bool) -> tuple[tuple[int, ...], 
     form a group with the workers that do not, and the other way round.
     """
     num_trainers, num_workers = len(placement.trainer_nodes), len(placement.worker_nodes)
-    places = {m: place for m in range(num_trainers + num_workers) if (place := placement.device(m)) is not None}
+    places = {
+        m: place for m in range(num_trainers + num_workers) if (place := placement.device(m)) is not None
+    }
     trainers = [member for member in places if member < num_trainers]
     workers = [member for member in places if member >= num_trainers]
     among_workers = (tuple(workers),) if relays else ()
