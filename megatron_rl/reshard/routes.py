@@ -128,6 +128,15 @@ def _least_choice_first(segment: Segment) -> tuple[object, ...]:
     return len(segment.holdings), -segment.bytes, first.tensor, first.start, segment.tp_ranks
 
 
+def _ranks_by_device(placement: Placement, members: Members) -> dict[tuple[int, int] | None, list[int]]:
+    """Trainer ranks on each device; without devices there are none."""
+    ranks: dict[tuple[int, int] | None, list[int]] = defaultdict(list)
+    for rank in range(members.trainers):
+        if (device := placement.device(rank)) is not None:
+            ranks[device].append(rank)
+    return dict(ranks)
+
+
 class _Router:
     """Chooses senders one segment after the other and keeps what every member sends."""
 
@@ -135,7 +144,8 @@ class _Router:
         self, holdings: Sequence[Holding], members: Members, placement: Placement, *, two_tier: bool
     ) -> None:
         self._holdings, self._members = holdings, members
-        self._placement, self._two_tier = placement, two_tier
+        self._two_tier = two_tier
+        self._placement, self._on_device = placement, _ranks_by_device(placement, members)
         self._total = [0] * (members.trainers + members.workers)
         self._bucket = list(self._total)
         self.holders = cache(self._holders)
@@ -178,10 +188,12 @@ class _Router:
         return array("i", [sender[worker] for worker in sorted(sender)])
 
     def _near(self, segment: Segment, holders: Sequence[int], worker: int) -> int:
-        for rank in holders:
-            if self._placement.share_device(rank, worker):
+        for rank in self._on_device.get(self._placement.device(worker), ()):
+            if rank in holders:
                 return rank  # a copy, which loads no link
-        sender = min(holders, key=self._load)
+        bucket, total = self._bucket, self._total
+        # a call of `_load` for each would cost half of the planning of a large model
+        _, _, sender = min([(bucket[rank], total[rank], rank) for rank in holders])
         self._count(sender, segment.bytes)
         return sender
 
