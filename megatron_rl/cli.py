@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl import __version__
+from megatron_rl.arguments import positive_int
 from megatron_rl.errors import LostPeerError, MegatronRLError
 from megatron_rl.recipe.hosts import HostPort, parse_host_port
 from megatron_rl.recipe.load import load_recipe
@@ -145,7 +146,9 @@ def _train_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     train = commands.add_parser("train", help="run all stages of a recipe")
     _add_recipe(train)
     train.add_argument("--run-dir", type=Path, metavar="DIR", help="where to write (default: runs/NAME-TIME)")
-    train.add_argument("--nproc", type=_positive, metavar="N", help="local ranks (default: the fewest that fit)")
+    train.add_argument(
+        "--nproc", type=positive_int, metavar="N", help="local ranks (default: the fewest that fit)"
+    )
     train.add_argument("--resume", action="store_true", help="continue the run in --run-dir")
     train.set_defaults(run=_train)
     return train
@@ -154,7 +157,9 @@ def _train_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _check_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="every problem of a recipe at once, else its derived numbers")
     _add_recipe(check)
-    check.add_argument("--world", type=_positive, metavar="N", help="processes (default: the fewest that fit)")
+    check.add_argument(
+        "--world", type=positive_int, metavar="N", help="processes (default: the fewest that fit)"
+    )
     check.add_argument("--json", action="store_true", help="print the numbers as JSON")
     check.set_defaults(run=_check)
     return check
@@ -208,10 +213,3 @@ def _host_port(text: str) -> HostPort:
         return parse_host_port(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number of at least 1")
-    return value

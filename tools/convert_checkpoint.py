@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_rl.arguments import positive_int
 from megatron_rl.errors import MegatronRLError, ModelError
 from megatron_rl.model.compare import Comparison, compare_models
 from megatron_rl.model.convert import OpenModel, export_hf, import_hf, open_model
@@ -190,7 +191,7 @@ def _import_parser(commands: Commands) -> None:
     for axis, meaning in (("tp", "tensor"), ("pp", "pipeline")):
         parser.add_argument(
             f"--{axis}",
-            type=positive,
+            type=positive_int,
             default=1,
             metavar="N",
             help=f"{meaning}-parallel degree of the run that will mostly load it (default: 1)",
@@ -279,13 +280,6 @@ def _add_bound(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help=f"largest difference of logits in float32 (default: {BOUND:g})",
     )
-
-
-def positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number of at least 1")
-    return number
 
 
 def positive_number(text: str) -> float:

@@ -18,6 +18,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from megatron_rl.arguments import positive_int
 from megatron_rl.errors import ModelError
 
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
@@ -109,13 +110,6 @@ def write_model(out: Path, config: Qwen2Config, tokenizer: PreTrainedTokenizerFa
             shutil.move(out, Path(scratch) / "previous")
         temporary.replace(out)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def positive_int(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}, must be at least 1")
-    return number
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

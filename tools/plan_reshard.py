@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from megatron_rl.arguments import positive_int
 from megatron_rl.errors import MegatronRLError, ReshardError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
@@ -149,14 +150,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--bucket-mib",
-        type=_positive,
+        type=positive_int,
         default=DEFAULT_BUCKET_BYTES // MIB,
         metavar="N",
         help="weights that a worker receives at a time, in MiB (256)",
     )
     parser.add_argument(
         "--ranks-per-node",
-        type=_positive,
+        type=positive_int,
         metavar="N",
         help="GPUs of a machine, filled in order of rank (without this option: all on one machine)",
     )
@@ -176,13 +177,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _keys(known: Mapping[str, str]) -> str:
     return "; ".join(f"{key}: {text}" for key, text in known.items())
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number of at least 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_rl.arguments import positive_int
 from megatron_rl.errors import DataError
 
 DIFFICULTIES = (2, 3, 4, 5, 6, 7)
@@ -205,13 +206,6 @@ def convert(source: Path, out: Path) -> None:
 
 
 TASKS = {"chains": generate}
-
-
-def positive_int(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}, must be at least 1")
-    return number
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

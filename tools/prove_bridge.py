@@ -31,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rl.arguments import positive_int
 from megatron_rl.errors import LostPeerError, MegatronRLError, ModelError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
@@ -318,7 +319,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         ("max-tokens", 32, "longest answer"),
     ):
         parser.add_argument(
-            f"--{name}", type=_positive, default=default, help=f"{meaning} (default: {default})"
+            f"--{name}", type=positive_int, default=default, help=f"{meaning} (default: {default})"
         )
     parser.add_argument(
         "--timeout-s", type=float, default=900.0, help="end all of it after so many seconds (default: 900)"
@@ -329,13 +330,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number of at least 1")
-    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,26 +26,22 @@ def split_problems(spec: ModelSpec, layout: ParallelLayout) -> Iterator[str]:
 
 
 def _tensor_problems(spec: ModelSpec, tp: int) -> Iterator[str]:
+    misfits = list(_tensor_misfits(spec, tp))
+    if misfits:
+        allowed = [n for n in divisors(spec.num_heads) if not any(_tensor_misfits(spec, n))]
+        yield from (f"layout.tp: got {tp}, {misfit}; use {nearest(tp, allowed)}" for misfit in misfits)
+
+
+def _tensor_misfits(spec: ModelSpec, tp: int) -> Iterator[str]:
     sizes = [("attention heads", spec.num_heads)]
     if spec.moe is None:
         sizes.append(("ffn_size", spec.ffn_size))
     for what, size in sizes:
         if size % tp:
-            yield (
-                f"layout.tp: got {tp}, which does not divide the model's {size} {what}; "
-                f"use {nearest(tp, divisors(size))}"
-            )
+            yield f"which does not divide the model's {size} {what}"
     kv_heads = spec.num_kv_heads
     if kv_heads % tp and tp % kv_heads:
-        allowed = [
-            n
-            for n in divisors(spec.num_heads)
-            if (kv_heads % n == 0 or n % kv_heads == 0) and all(size % n == 0 for _, size in sizes)
-        ]
-        yield (
-            f"layout.tp: got {tp}, but the model's {kv_heads} kv heads must divide it or "
-            f"be divided by it; use {nearest(tp, allowed)}"
-        )
+        yield f"but the model's {kv_heads} kv heads must divide it or be divided by it"
 
 
 def _pipeline_problems(num_layers: int, layout: ParallelLayout) -> Iterator[str]:

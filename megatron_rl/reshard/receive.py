@@ -26,7 +26,7 @@ Piece = tuple[Transfer, Tensor]
 
 
 class WeightStream:
-    """What one engine worker receives in every update, as full-shape tensors in the order of the checkpoint."""
+    """What one engine worker receives in every update, as full-shape tensors, bucket after bucket."""
 
     def __init__(
         self, plan: ReshardPlan, router: Router, *, dtype: torch.dtype, device: torch.device, canary: bool

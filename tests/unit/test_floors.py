@@ -11,6 +11,7 @@ from tests.helpers.source import ROOT, Module, imports, longest_prefix, project_
 # the most special entry counts; a module imports its own floor or a lower one
 FLOORS = {
     "megatron_rl": 0,
+    "megatron_rl.arguments": 0,
     "megatron_rl.errors": 0,
     "megatron_rl.recipe": 0,
     "megatron_rl.data.types": 0,

@@ -136,7 +136,7 @@ def test_sizes_that_make_no_model_are_one_clear_error(tool, capsys, tmp_path, ar
 def test_size_of_zero_is_refused_by_the_argument_parser(tool, capsys, tmp_path):
     with pytest.raises(SystemExit):
         tool.main(["--out", str(tmp_path / "m"), "--layers", "0"])
-    assert "argument --layers: got 0, must be at least 1" in capsys.readouterr().err
+    assert "argument --layers: got '0', must be a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_directory_that_holds_no_model_is_left_alone(tool, capsys, tmp_path):

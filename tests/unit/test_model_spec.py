@@ -204,7 +204,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     ("layout", "said"),
     [
         (ParallelLayout(tp=3), r"layout\.tp: got 3.*28 attention heads; use 2 or 4"),
-        (ParallelLayout(tp=14), r"layout\.tp: got 14.*18944 ffn_size; use 8 or 16"),
+        (ParallelLayout(tp=14), r"layout\.tp: got 14.*18944 ffn_size; use 4$"),
         (ParallelLayout(tp=7), r"layout\.tp: got 7.*18944 ffn_size"),
         (ParallelLayout(pp=3), r"layout\.pp: got pp\*vpp = 3\*1 = 3.*28 layers; make pp\*vpp 2 or 4"),
         (ParallelLayout(pp=4, vpp=2), r"4\*2 = 8.*28 layers; make pp\*vpp 7 or 14"),
@@ -232,3 +232,12 @@ def test_layouts_that_fit_pass(tmp_path: Path) -> None:
     spec = read(tmp_path, QWEN3)
     for layout in (ParallelLayout(), ParallelLayout(tp=16, pp=9), ParallelLayout(tp=8, pp=4, vpp=3, sp=True)):
         spec.check_layout(layout)
+
+
+def test_a_hint_names_only_degrees_that_fit_heads_and_kv_heads():
+    spec = ModelSpec(
+        family="qwen2", num_layers=4, hidden_size=160, ffn_size=240, num_heads=40, num_kv_heads=8, head_dim=4,
+        vocab_size=100, max_positions=64, rope_theta=1e4, norm_eps=1e-6, tied=False, qkv_bias=True, qk_norm=False,
+    )  # fmt: skip
+    with pytest.raises(LayoutError, match=r"layout.tp: got 7, .* 40 attention heads; use 4 or 8$"):
+        spec.check_layout(ParallelLayout(tp=7))

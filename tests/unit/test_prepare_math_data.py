@@ -135,7 +135,7 @@ def test_conversion_gives_klear_rows_and_counts_what_it_drops(tmp_path):
     [
         (("--from", "gone.jsonl"), "gone.jsonl: no such data file"),
         (("--heldout", 10**10), "--heldout: got 10000000000, but there are only"),
-        (("--train", 0), "argument --train: got 0, must be at least 1"),
+        (("--train", 0), "argument --train: got '0', must be a whole number of at least 1"),
     ],
     ids=["missing", "too_many", "zero"],
 )
