@@ -179,7 +179,7 @@ def _packing_gradients(rank: int, world_size: int, hf_path: str) -> dict[str, fl
     }
 
 
-def _bfloat16_losses(rank: int, world_size: int, hf_path: str) -> list[float]:
+def _bfloat16_losses(rank: int, world_size: int, hf_path: str, layout: ParallelLayout) -> list[float]:
     from megatron_rl.algo.aggregate import normaliser
     from megatron_rl.algo.losses import sft_loss
     from megatron_rl.model.spec import ModelSpec
@@ -191,7 +191,6 @@ def _bfloat16_losses(rank: int, world_size: int, hf_path: str) -> list[float]:
     from megatron_rl.train.policy import Policy
 
     port = int(os.environ["MASTER_PORT"])
-    layout = ParallelLayout(tp=2)
     init_process_groups(
         layout, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, timeout_s=60
     )
@@ -208,9 +207,16 @@ def _bfloat16_losses(rank: int, world_size: int, hf_path: str) -> list[float]:
     return losses
 
 
-def test_a_bfloat16_model_trains_on_float32_master_weights(tmp_path: Path) -> None:
-    hf_path = str(make_tiny_hf(tmp_path / "hf"))
-    losses, _ = run_distributed(_bfloat16_losses, 2, hf_path)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen2", ParallelLayout(tp=2)), ("qwen3_moe", ParallelLayout(tp=2, sp=True, ep=2, etp=1))],
+    ids=["qwen2", "qwen3_moe"],
+)
+def test_a_bfloat16_model_trains_on_float32_master_weights(
+    tmp_path: Path, family: str, layout: ParallelLayout
+) -> None:
+    hf_path = str(make_tiny_hf(tmp_path / "hf", family=family))
+    losses, _ = run_distributed(_bfloat16_losses, 2, hf_path, layout)
     assert losses[-1] < losses[0] - 1.0, losses
 
 
