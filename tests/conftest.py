@@ -1,0 +1,10 @@
+"""Triton kernels run in Triton's interpreter here: that is decided once, before anything imports triton."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+import triton  # noqa: E402
+
+# processes that tests start must decide for themselves
+del os.environ["TRITON_INTERPRET"]
+triton.knobs.runtime.interpret = True
