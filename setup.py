@@ -53,6 +53,7 @@ setup(
             "mypy",
             "pytest>=9",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "types-PyYAML",
             "types-psutil",

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Set up .venv, then lint, type-check and test everything. Arguments go to pytest: launch/test.sh tests/unit -x
+# Set up .venv, then lint, type-check and test everything, in two processes.
+# Arguments go to pytest, which then runs in one: launch/test.sh tests/unit -x
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
@@ -9,6 +10,9 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 checks=0
 .venv/bin/ruff check --quiet . || checks=1
 .venv/bin/mypy || checks=1
+
+# files stay whole: what a file starts once, such as an engine, serves all of its tests
+[[ $# -eq 0 ]] && set -- --numprocesses 2 --dist loadfile
 
 tests=0
 .venv/bin/python -m pytest "$@" || tests=$?

@@ -7,8 +7,8 @@
 
 Sources are processes with shards of a random model, targets are the workers of a real vLLM engine on the CPU. All take
 turns, round by round; a first round of each is not counted. CPU seconds are those of all sources, then of all
-workers. Memory is what a process has more at its peak than before the first transfer, file pages it maps
-included.
+workers. Memory is what a process has more at its peak than before the transfer, file pages it maps included; of a
+worker at its first transfer, at a later one, and while vLLM's loader alone puts tensors that are there in place.
 """
 
 from __future__ import annotations
@@ -133,17 +133,21 @@ def measure(processes: Processes, model: Path, rounds: int) -> dict[str, Any]:
         before = processes.all("forget_peak")
         processes.all("join", (kind, processes.meet()))
         processes.all("plan", (kind, 0))
-        grown = [
-            [peak - was for peak, was in zip(peaks, of_before, strict=True)]
-            for peaks, of_before in zip(processes.all("peak"), before, strict=True)
-        ]
+        first = _grown(processes.all("peak"), before)
+        before = processes.all("forget_peak")
+        processes.all("plan", (kind, 0))
         memory[kind] = {
-            "source": max(value for side in grown[:-1] for value in side),
-            "worker": max(grown[-1]),
+            "source": max(first[:-1]),
+            "worker_first": first[-1],
+            "worker": _grown(processes.all("peak"), before)[-1],
         }
     processes.all("join_raw", processes.meet())
     processes.all("join_whole", processes.meet())
     processes.engine("read", str(model))
+    processes.engine("load")
+    before = [processes.engine("forget_peak")]
+    processes.engine("load")
+    memory["load"] = {"worker": _grown([processes.engine("peak")], before)[-1]}
     for number in range(rounds + 1):
         for name in CONTENDERS:
             used, began = processes.all("cpu"), time.monotonic()
@@ -163,6 +167,14 @@ def measure(processes: Processes, model: Path, rounds: int) -> dict[str, Any]:
     return {"seconds": seconds, "cpu": cpu, "memory": memory}
 
 
+def _grown(peaks: list[list[int]], before: list[list[int]]) -> list[int]:
+    """What each side had more at its peak, of several processes the one that grew most."""
+    return [
+        max(peak - was for peak, was in zip(peaks_of_side, before_of_side, strict=True))
+        for peaks_of_side, before_of_side in zip(peaks, before, strict=True)
+    ]
+
+
 def report(plan: ReshardPlan, measured: dict[str, Any]) -> dict[str, Any]:
     """Medians, and every target of this benchmark with what was reached."""
     median = {name: statistics.median(values) for name, values in measured["seconds"].items()}
@@ -176,7 +188,8 @@ def report(plan: ReshardPlan, measured: dict[str, Any]) -> dict[str, Any]:
     floor = median["raw"] + median["load"]
     facts = plan.summary()
     largest = max(torch.Size(shape).numel() for shape in plan.shapes.values()) * plan.element_bytes
-    allowed = 2 * plan.bucket_bytes + largest
+    # what the loader itself takes is not the transfer's
+    allowed = measured["memory"]["load"]["worker"] + 2 * plan.bucket_bytes + largest
     return {
         "layout": f"tp{plan.source.tp} pp{plan.source.pp} -> 1 x tp{plan.target_tp}",
         "bucket_mib": plan.bucket_bytes // MIB,
@@ -213,12 +226,15 @@ def text(result: dict[str, Any]) -> str:
         cpu = result["cpu_s"][name]
         used = f"cpu {cpu['sources']:.2f} + {cpu['workers']:.2f} s"
         lines.append(f"  {name:12} {values['median']:6.2f} s  ({spread})  {used}{ratio}")
-    for kind, sides in result["memory"].items():
-        for side, grown in sides.items():
-            lines.append(
-                f"  memory of a {side} over {kind}: {grown / MIB:,.0f} MiB more at its peak, "
-                f"{result['allowed_bytes'][side] / MIB:,.0f} allowed"
-            )
+    memory, allowed = result["memory"], result["allowed_bytes"]
+    for kind in ("gloo", "shared"):
+        grown = {name: f"{value / MIB:,.0f} MiB" for name, value in memory[kind].items()}
+        lines += [
+            f"  memory of a source over {kind}: {grown['source']} more, {allowed['source'] / MIB:,.0f} allowed",
+            f"  memory of a worker over {kind}: {grown['worker']} more, {allowed['worker'] / MIB:,.0f} allowed; "
+            f"{grown['worker_first']} the first time",
+        ]
+    lines.append(f"  memory of a worker, vLLM's loader alone: {memory['load']['worker'] / MIB:,.0f} MiB more")
     return "\n".join(lines)
 
 
