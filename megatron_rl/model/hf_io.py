@@ -24,6 +24,7 @@ from megatron_rl.model.hf_tables import (
     source_pieces,
 )
 from megatron_rl.model.spec import ModelSpec
+from megatron_rl.model.tensor_files import Scratch
 from megatron_rl.parallel.collectives import all_gather_object
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
@@ -176,11 +177,13 @@ def save_hf(
         )
 
     _on_rank_zero(prepare, place=out_dir)
-    owners = _owners(spec, layout)
+    owners, scratch = _owners(spec, layout), Scratch()
     failure: Exception | None = None
     try:
         for name, shape in hf_tensors(spec).items():
-            whole = _gather_tensor(owners[name], shape, params, dtype=held[name], rank=rank)
+            whole = _gather_tensor(
+                owners[name], shape, params, dtype=held[name], rank=rank, scratch=scratch
+            )
             if writer is None or whole is None or failure is not None:
                 continue
             try:
@@ -250,14 +253,19 @@ def _gather_tensor(
     *,
     dtype: torch.dtype,
     rank: int,
+    scratch: Scratch,
 ) -> Tensor | None:
-    """Rank 0: the whole tensor on CPU. Every other rank sends the pieces it owns and gets None."""
+    """Rank 0: the whole tensor on CPU, gone with the next call. Other ranks send the pieces they own and get None."""
     if rank != 0:
         for owner, piece in owners:
             if owner == rank:
                 dist.send(_param_view(params[piece.chunk, piece.param], piece).contiguous(), dst=0)
         return None
-    whole = torch.empty(shape, dtype=dtype)
+    first, piece = owners[0]
+    if len(owners) == 1 and first == 0:
+        # nothing to put together, so nothing to copy
+        return _param_view(params[piece.chunk, piece.param], piece).cpu()
+    whole = scratch.tensor(shape, dtype)
     for owner, piece in owners:
         target = whole if piece.hf_dim is None else whole.narrow(piece.hf_dim, piece.hf_start, piece.length)
         if owner == 0:
