@@ -32,11 +32,10 @@ SOURCE = {
     "vpp": "model chunks per pipeline stage",
     "ep": "expert parallel degree",
     "etp": "tensor parallel degree inside an expert (default: tp)",
-    "first": "layers of the first pipeline stage (default: an even share)",
-    "last": "layers of the last pipeline stage (default: an even share)",
+    "first_stage_layers": "layers of the first pipeline stage (default: an even share)",
+    "last_stage_layers": "layers of the last pipeline stage (default: an even share)",
 }
 TARGET = {"tp": "workers of one engine", "replicas": "engines"}
-LAYOUT_KEYS = {"first": "first_stage_layers", "last": "last_stage_layers"}
 
 EXAMPLES = """examples:
   # 8 training ranks into four engines of two workers, all on one machine
@@ -72,9 +71,7 @@ def build_plan(args: argparse.Namespace) -> ReshardPlan:
     spec = ModelSpec.from_hf(args.config)
     source = degrees(args.source, SOURCE, "--source")
     target = {"tp": 1, "replicas": 1} | degrees(args.target, TARGET, "--target")
-    layout = ParallelLayout(
-        **{LAYOUT_KEYS.get(key, key): value for key, value in source.items()}, sp=source.get("tp", 1) > 1
-    )
+    layout = ParallelLayout(**source, sp=source.get("tp", 1) > 1)
     spec.check_layout(layout)
     workers = target["tp"] * target["replicas"]
     per_node = args.ranks_per_node
@@ -125,7 +122,7 @@ def _in_options(message: str) -> str:
     """The same message with a recipe's keys as the options of this tool."""
     for key, option in (("layout.", "--source "), ("engine.", "--target "), ("model.hf_path", "--config")):
         message = message.replace(key, option)
-    return message.replace("first_stage_layers", "first").replace("last_stage_layers", "last")
+    return message
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

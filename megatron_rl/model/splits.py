@@ -95,7 +95,11 @@ def _uneven_hint(num_layers: int, layout: ParallelLayout) -> str:
         return f"no sizes do: choose pp and vpp so that pp*vpp is at most {num_layers}"
     best = sorted(candidates, key=lambda pair: (_distance(pair, (first, last)), pair))[:2]
     return "use " + " or ".join(
-        " and ".join(f"{key} = {n}" for key, n in (("first", a), ("last", b)) if n is not None)
+        " and ".join(
+            f"{key} = {n}"
+            for key, n in (("first_stage_layers", a), ("last_stage_layers", b))
+            if n is not None
+        )
         for a, b in best
     )
 

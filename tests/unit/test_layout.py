@@ -87,10 +87,12 @@ def test_layers_of_every_pipeline_we_accept_are_those_megatron_builds() -> None:
         # megatron-core's own functions give 3 layers to each stage and drop two
         (8, ParallelLayout(pp=2, first_stage_layers=3, last_stage_layers=3),
          r"layout\.first_stage_layers: got first_stage_layers = 3 and last_stage_layers = 3 with pp = 2, vpp = 1, "
-         r"which does not split the model's 8 layers .*; use first = 3 and last = 5 or first = 4 and last = 4"),
-        (8, ParallelLayout(pp=4, first_stage_layers=3), "; use first = 2 or first = 5"),
-        (8, ParallelLayout(pp=2, vpp=2, last_stage_layers=3), r"last_stage_layers: .*; use last = 2 or last = 4"),
-        (8, ParallelLayout(pp=3, first_stage_layers=8), "; use first = 6 or first = 4"),
+         r"which does not split the model's 8 layers .*; use first_stage_layers = 3 and last_stage_layers = 5 or "
+         r"first_stage_layers = 4 and last_stage_layers = 4"),
+        (8, ParallelLayout(pp=4, first_stage_layers=3), "; use first_stage_layers = 2 or first_stage_layers = 5"),
+        (8, ParallelLayout(pp=2, vpp=2, last_stage_layers=3),
+         r"last_stage_layers: .*; use last_stage_layers = 2 or last_stage_layers = 4"),
+        (8, ParallelLayout(pp=3, first_stage_layers=8), "; use first_stage_layers = 6 or first_stage_layers = 4"),
         (4, ParallelLayout(pp=4, vpp=2, first_stage_layers=1),
          r"no sizes do: choose pp and vpp so that pp\*vpp is at most 4"),
     ],
