@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """The Triton kernel of `adamw_`: one pass, each element read and written once."""
 
 from __future__ import annotations
