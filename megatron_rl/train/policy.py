@@ -172,9 +172,6 @@ class Policy:
         self, hidden: Tensor, batch: PackedBatch, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Last-stage hidden states [T / tp if sp else T, 1, H] -> log-prob and entropy [T] float32."""
-        if self.layout.sp:
-            # its backward reduce-scatters, which sums the partial gradients of the vocabulary shards
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         vocab_rows = padded_vocab(self.spec.vocab_size, self.layout.tp) // self.layout.tp
         result = linear_logprob(
             hidden.squeeze(1),
@@ -184,7 +181,7 @@ class Policy:
             vocab_start=self.tp_rank * vocab_rows,
             valid_vocab=self.spec.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
-            reduce_grad_hidden=self.layout.tp > 1 and not self.layout.sp,
+            sequence_parallel=self.layout.sp,
         )
         assert result.entropy is not None
         return result.logprob, result.entropy
