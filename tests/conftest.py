@@ -3,7 +3,7 @@
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
-import triton  # noqa: E402
+import triton
 
 # processes that tests start must decide for themselves
 del os.environ["TRITON_INTERPRET"]
