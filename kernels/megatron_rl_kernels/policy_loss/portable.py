@@ -1,29 +1,30 @@
 """`policy_loss` in plain torch: closed forms of loss and gradient with all metrics, in blocks that fit the cache.
 
-Nothing here is differentiated. The formulas are derived in README.md.
+Nothing here is differentiated; README.md derives the formulas. Two habits of torch on CPUs shape the code. What reads
+or writes booleans is not vectorised and costs 4 to 8 float operations: conditions are float 0 or 1 (exact as factors
+of finite numbers), and masked values are cleared by a bitwise `and`, which, unlike a product, also clears NaN. A new
+tensor costs as much as filling it: rows of a block come from `_Scratch` and are used again by the next block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rl_kernels.policy_loss.config import MAX_LOG_RATIO, PolicyLossConfig
 from megatron_rl_kernels.policy_loss.terms import (
-    METRICS,
     TokenInputs,
     TokenTerms,
     merge_metrics,
-    token_blocks,
 )
 
-# tokens of one block: a dozen float32 rows of this length stay in a core's second-level cache
-BLOCK_TOKENS = 16384
+# tokens of one block: long enough that the cost of a call vanishes, short enough that rows stay in a cache
+BLOCK_TOKENS = 65536
 
-# value f, gradient weight w, clipped high, clipped low: a token's loss is -A f, its gradient -A w
-_Surrogate = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+_INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def token_terms(inputs: TokenInputs, config: PolicyLossConfig) -> TokenTerms:
@@ -39,18 +40,23 @@ def token_terms(inputs: TokenInputs, config: PolicyLossConfig) -> TokenTerms:
     grad_entropy = (
         torch.empty_like(grad) if config.entropy_coefficient and inputs.entropy is not None else None
     )
-    blocks = list(token_blocks(num_tokens, BLOCK_TOKENS))
-    sums = grad.new_zeros((len(blocks), 1 + len(METRICS)), dtype=torch.float64)
-    for index, (start, stop) in enumerate(blocks):
-        rows = _block(inputs.block(start, stop), config, grad[start:stop])
-        for column, row in rows.items():
-            sums[index, column] = row.amax() if column == 1 + METRICS.index("ratio_max") else row.sum()
+    scratch = _Scratch(grad, min(BLOCK_TOKENS, num_tokens))
+    sums: list[Tensor] = []
+    start = 0
+    for block in inputs.split(BLOCK_TOKENS):
+        stop = start + block.logprob.numel()
+        rows, all_rows = scratch.start(stop - start)
+        weight = _fill_rows(rows, scratch, block, config, grad[start:stop])
+        sums.append(all_rows.sum(dim=1))
+        sums[-1][_RATIO_MAX] = rows.ratio_max.amax()
         if grad_entropy is not None:
-            grad_entropy[start:stop] = torch.where(
-                inputs.mask[start:stop], inputs.token_weight[start:stop] * -config.entropy_coefficient, 0.0
-            )
+            torch.mul(weight, -config.entropy_coefficient, out=grad_entropy[start:stop])
+        start = stop
+    parts = (
+        torch.stack(sums).double() if sums else grad.new_zeros((0, len(_Rows._fields)), dtype=torch.float64)
+    )
     return TokenTerms(
-        loss=sums[:, 0].sum(), grad=grad, grad_entropy=grad_entropy, metrics=merge_metrics(sums[:, 1:])
+        loss=parts[:, 0].sum(), grad=grad, grad_entropy=grad_entropy, metrics=merge_metrics(parts[:, 1:])
     )
 
 
@@ -60,11 +66,10 @@ def sequence_log_ratio(inputs: TokenInputs, cu_seqlens: Tensor, config: PolicyLo
     cu_seqlens [S + 1], from 0 to N. Sums are float64, in the order of the tokens. 0 for a sequence without
     trained tokens.
     """
-    log_ratio = _selected(inputs.mask, inputs.logprob.detach() - inputs.old_logprob)
+    log_ratio = torch.where(inputs.mask, inputs.logprob.detach() - inputs.old_logprob, 0.0)
     if config.surrogate == "gmpo":
-        advantage = _selected(inputs.mask, inputs.advantage)
-        capped = torch.where(advantage > 0, log_ratio.clamp(max=config.high), log_ratio)
-        log_ratio = torch.where(advantage < 0, capped.clamp(min=-config.low), capped)
+        capped = torch.where(inputs.advantage > 0, log_ratio.clamp(max=config.high), log_ratio)
+        log_ratio = torch.where(inputs.advantage < 0, capped.clamp(min=-config.low), capped)
     offsets = cu_seqlens.long()
     sums, counts = (
         torch.segment_reduce(values.double(), "sum", offsets=offsets, unsafe=True)
@@ -75,116 +80,245 @@ def sequence_log_ratio(inputs: TokenInputs, cu_seqlens: Tensor, config: PolicyLo
     return means.repeat_interleave(offsets.diff(), output_size=log_ratio.numel())
 
 
-def _block(inputs: TokenInputs, config: PolicyLossConfig, grad: Tensor) -> dict[int, Tensor]:
-    """Fill `grad` and return the rows to sum up: 0 is the loss, 1 + i is metric i."""
-    mask = inputs.mask
-    logprob, advantage, weight = (
-        _selected(mask, one) for one in (inputs.logprob, inputs.advantage, inputs.token_weight)
-    )
-    # select before exp: a masked position may hold inf or NaN, and 0 * NaN is NaN
-    log_ratio = _selected(mask, inputs.logprob - inputs.old_logprob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    token_ratio = log_ratio.exp()
-    ratio = token_ratio
+class _Rows(NamedTuple):
+    """What is summed up over the tokens of a block: the loss, then METRICS in their order; each [n]."""
+
+    loss: Tensor
+    tokens: Tensor
+    clipped_high: Tensor
+    clipped_low: Tensor
+    kl_k1: Tensor
+    kl_k3: Tensor
+    ratio: Tensor
+    ratio_max: Tensor
+    grad_abs: Tensor
+    kl_ref: Tensor
+    entropy: Tensor
+    nll: Tensor
+    nll_tokens: Tensor
+
+
+_RATIO_MAX = _Rows._fields.index("ratio_max")
+
+
+class _Scratch:
+    """Memory of one block: its `_Rows`, and rows for whatever else it needs until the next block starts."""
+
+    def __init__(self, like: Tensor, size: int) -> None:
+        self._rows = like.new_zeros((len(_Rows._fields), size))
+        self._free = like.new_empty((_NUM_FREE, size))
+        self._integer = _INTEGER[like.dtype]
+        self._next: Iterator[Tensor] = iter(())
+
+    def start(self, size: int) -> tuple[_Rows, Tensor]:
+        """Take back all rows; the block's sums as rows of `size` tokens and as one tensor."""
+        rows = self._rows[:, :size]
+        self._next = iter(self._free[:, :size].unbind())
+        return _Rows(*rows.unbind()), rows
+
+    def row(self) -> Tensor:
+        """[size], holding anything."""
+        return next(self._next)
+
+    def bits(self, mask: Tensor) -> Tensor:
+        """Integers as wide as the floats: all ones where `mask` is True, else 0."""
+        # torch vectorises the conversion of uint8, not of bool
+        return self.row().view(self._integer).copy_(mask.view(torch.uint8)).neg_()
+
+    def select(self, bits: Tensor, values: Tensor) -> Tensor:
+        return _select(bits, values, out=self.row())
+
+    def log_ratio(self, bits: Tensor, minuend: Tensor, subtrahend: Tensor) -> Tensor:
+        """Clamped difference. Select before exp: a masked position may hold inf or NaN, and 0 * NaN is NaN."""
+        gap = torch.sub(minuend, subtrahend, out=self.row())
+        return _select(bits, gap, out=gap).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def above(self, values: Tensor, bound: float) -> Tensor:
+        """1 where values > bound, else 0."""
+        return torch.gt(values, bound, out=self.row())
+
+    def below(self, values: Tensor, bound: float) -> Tensor:
+        """1 where values < bound, else 0."""
+        return torch.lt(values, bound, out=self.row())
+
+    def kept(self, values: Tensor, high: Tensor, low: Tensor) -> Tensor:
+        """Values, and exact 0 where high or low is 1."""
+        dropped = torch.add(high, low, out=self.row())
+        return torch.addcmul(values, values, dropped, value=-1.0, out=dropped)
+
+
+# the longest path of _fill_rows takes fewer
+_NUM_FREE = 24
+
+
+class _Token(NamedTuple):
+    """What a surrogate reads, [n] each: finite and neutral where masked."""
+
+    logprob: Tensor  # read only by those with f = weight * logprob
+    log_ratio: Tensor  # clamped
+    ratio: Tensor  # of the token, or of its sequence
+    advantage: Tensor
+
+
+def _fill_rows(
+    rows: _Rows, scratch: _Scratch, inputs: TokenInputs, config: PolicyLossConfig, grad: Tensor
+) -> Tensor:
+    """Fill `rows` and `grad` for one block; returns the selected token weights."""
+    bits = scratch.bits(inputs.mask)
+    rows.tokens.copy_(inputs.mask.view(torch.uint8))
+    weight = scratch.select(bits, inputs.token_weight)
+    log_ratio = scratch.log_ratio(bits, inputs.logprob, inputs.old_logprob)
+    token_ratio = ratio = torch.exp(log_ratio, out=scratch.row())
     if inputs.sequence_log_ratio is not None:
-        ratio = _selected(mask, inputs.sequence_log_ratio).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
-    value, slope, high, low = _SURROGATES[config.surrogate](config, logprob, log_ratio, ratio, advantage)
-    pull = weight * -advantage
+        shared = scratch.select(bits, inputs.sequence_log_ratio)
+        ratio = shared.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
+    torch.neg(log_ratio, out=rows.kl_k1)
+    _k3(log_ratio, token_ratio, out=rows.kl_k3)
+    rows.ratio_max.copy_(_select(bits, ratio, out=rows.ratio))
+    reads_logprob = config.surrogate in _LOG_LINEAR or inputs.nll_weight is not None
+    logprob = scratch.select(bits, inputs.logprob) if reads_logprob else inputs.logprob
+    advantage = scratch.select(bits, inputs.advantage)
+    token = _Token(logprob, log_ratio, ratio, advantage)
+    value, slope = _SURROGATES[config.surrogate](config, token, scratch, rows.clipped_high, rows.clipped_low)
+    pull = torch.mul(weight, advantage, out=scratch.row()).neg_()
     if inputs.correction is not None:
-        pull *= _selected(mask, inputs.correction)
-    loss = pull * value
+        pull *= scratch.select(bits, inputs.correction)
+    torch.mul(pull, value, out=rows.loss)
     torch.mul(pull, slope, out=grad)
-    rows = {
-        "tokens": mask,
-        "kl_k1": -log_ratio,
-        "kl_k3": torch.expm1(log_ratio) - log_ratio,
-        "ratio": _selected(mask, ratio),
-        "ratio_max": _selected(mask, ratio),
-    }
-    if high is not None:
-        rows["clipped_high"] = high
-    if low is not None:
-        rows["clipped_low"] = low
     if inputs.ref_logprob is not None:
-        gap = _selected(mask, inputs.ref_logprob - inputs.logprob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        kl, kl_slope = _KLS[config.kl](gap, token_ratio)
-        rows["kl_ref"] = kl
+        gap = scratch.log_ratio(bits, inputs.ref_logprob, inputs.logprob)
+        slope = _KLS[config.kl](gap, token_ratio, scratch, rows.kl_ref)
         if config.kl != "none":
-            loss += weight * kl * config.kl_coefficient
-            grad += weight * kl_slope * config.kl_coefficient
+            rows.loss.addcmul_(weight, rows.kl_ref, value=config.kl_coefficient)
+            grad.addcmul_(weight, slope, value=config.kl_coefficient)
     if inputs.entropy is not None:
-        entropy = rows["entropy"] = _selected(mask, inputs.entropy)
+        _select(bits, inputs.entropy, out=rows.entropy)
         if config.entropy_coefficient:
-            loss -= weight * entropy * config.entropy_coefficient
+            rows.loss.addcmul_(weight, rows.entropy, value=-config.entropy_coefficient)
     if inputs.nll_weight is not None:
-        nll_weight = _selected(mask, inputs.nll_weight)
-        counted = nll_weight != 0
-        rows["nll"], rows["nll_tokens"] = -_selected(counted, logprob), counted
-        loss -= nll_weight * _selected(counted, logprob)
+        nll_weight = scratch.select(bits, inputs.nll_weight)
+        torch.ne(nll_weight, 0.0, out=rows.nll_tokens)
+        torch.mul(logprob, rows.nll_tokens, out=rows.nll).neg_()
+        rows.loss.addcmul_(nll_weight, rows.nll)
         grad -= nll_weight
-    rows["grad_abs"] = grad.abs()
-    return {0: loss} | {1 + METRICS.index(name): row for name, row in rows.items()}
+    torch.abs(grad, out=rows.grad_abs)
+    return weight
 
 
-def _log_linear(
-    config: PolicyLossConfig, logprob: Tensor, log_ratio: Tensor, ratio: Tensor, advantage: Tensor
-) -> _Surrogate:
-    """f = weight * logprob with a constant weight: reinforce, weighted, topr, cispo."""
-    high = low = None
-    if config.surrogate == "reinforce":
-        weight = torch.ones_like(ratio)
-    elif config.surrogate == "weighted":
-        weight = ratio
-    elif config.surrogate == "topr":
-        high = (advantage < 0) & (ratio > 1)
-        weight = torch.where(advantage < 0, ratio.clamp(max=1.0), 1.0)
+def _select(bits: Tensor, values: Tensor, *, out: Tensor) -> Tensor:
+    """Values where `bits` is all ones, exact 0 where it is 0, whatever was there."""
+    torch.bitwise_and(values.view(bits.dtype), bits, out=out.view(bits.dtype))
+    return out
+
+
+def _k3(gap: Tensor, exp_gap: Tensor, *, out: Tensor) -> Tensor:
+    """exp(gap) - 1 - gap. exp(x) - 1 = tanh(x / 2) (exp(x) + 1) keeps its digits near 0; expm1 is not vectorised."""
+    half = torch.mul(gap, 0.5, out=out).tanh_()
+    return half.addcmul_(half, exp_gap).sub_(gap)
+
+
+# ---- surrogates: (f, gradient weight). They set `high` and `low` to 1 for a clipped token; those that never clip leave
+# them 0. What they return is theirs to overwrite or a field of `token`, which nobody writes.
+
+
+def _reinforce(
+    config: PolicyLossConfig, token: _Token, scratch: _Scratch, high: Tensor, low: Tensor
+) -> tuple[Tensor, Tensor]:
+    return token.logprob, scratch.row().fill_(1.0)
+
+
+def _weighted(
+    config: PolicyLossConfig, token: _Token, scratch: _Scratch, high: Tensor, low: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.mul(token.ratio, token.logprob, out=scratch.row()), token.ratio
+
+
+def _topr(
+    config: PolicyLossConfig, token: _Token, scratch: _Scratch, high: Tensor, low: Tensor
+) -> tuple[Tensor, Tensor]:
+    negative = scratch.below(token.advantage, 0.0)
+    torch.gt(token.ratio, 1.0, out=high).mul_(negative)
+    weight = torch.clamp(token.ratio, max=1.0, out=scratch.row()).mul_(negative)
+    weight.add_(negative.neg_().add_(1.0))
+    return torch.mul(weight, token.logprob, out=scratch.row()), weight
+
+
+def _cispo(
+    config: PolicyLossConfig, token: _Token, scratch: _Scratch, high: Tensor, low: Tensor
+) -> tuple[Tensor, Tensor]:
+    lower, upper = 1.0 - config.low, 1.0 + config.high
+    torch.gt(token.ratio, upper, out=high)
+    torch.lt(token.ratio, lower, out=low)
+    weight = torch.clamp(token.ratio, lower, upper, out=scratch.row())
+    if config.cispo_mask:
+        high.mul_(scratch.above(token.advantage, 0.0))
+        low.mul_(scratch.below(token.advantage, 0.0))
+        weight = scratch.kept(weight, high, low)
     else:
-        lower, upper = 1.0 - config.low, 1.0 + config.high
-        weight = ratio.clamp(lower, upper)
-        above, below = (
-            (advantage > 0, advantage < 0) if config.cispo_mask else (advantage != 0, advantage != 0)
-        )
-        high, low = above & (ratio > upper), below & (ratio < lower)
-        if config.cispo_mask:
-            weight = weight.masked_fill(high | low, 0.0)
-    return weight * logprob, weight, high, low
+        # counted only where there is something to clip
+        some = torch.ne(token.advantage, 0.0, out=scratch.row())
+        high.mul_(some)
+        low.mul_(some)
+    return torch.mul(weight, token.logprob, out=scratch.row()), weight
 
 
 def _clip(
-    config: PolicyLossConfig, logprob: Tensor, log_ratio: Tensor, ratio: Tensor, advantage: Tensor
-) -> _Surrogate:
-    """PPO's clip and its relatives that keep a gradient; of the sequence's ratio for gspo."""
+    config: PolicyLossConfig, token: _Token, scratch: _Scratch, high: Tensor, low: Tensor
+) -> tuple[Tensor, Tensor]:
+    """PPO's clip and its relatives that keep a gradient; with the sequence's ratio it is gspo."""
     lower, upper = 1.0 - config.low, 1.0 + config.high
-    high, low = (advantage > 0) & (ratio > upper), (advantage < 0) & (ratio < lower)
-    value = ratio.masked_fill(high, upper * config.value_high).masked_fill_(low, lower * config.value_low)
-    slope = ratio.masked_fill(high, upper * config.grad_high).masked_fill_(low, lower * config.grad_low)
+    negative = scratch.below(token.advantage, 0.0)
+    torch.gt(token.ratio, upper, out=high).mul_(scratch.above(token.advantage, 0.0))
+    torch.lt(token.ratio, lower, out=low).mul_(negative)
+    # of the summands below at most one is not 0, so sums are exact
+    value = scratch.kept(token.ratio, high, low)
+    capped = None
     if config.dual_clip is not None:
-        capped = (advantage < 0) & (ratio > config.dual_clip)
-        value.masked_fill_(capped, config.dual_clip)
-        slope.masked_fill_(capped, 0.0)
-        high = high | capped
-    return value, slope, high, low
+        capped = scratch.above(token.ratio, config.dual_clip).mul_(negative)
+        value.addcmul_(value, capped, value=-1.0)
+    slope = scratch.row().copy_(value)
+    for clipped, bound, of_value, of_slope in (
+        (high, upper, config.value_high, config.grad_high),
+        (low, lower, config.value_low, config.grad_low),
+    ):
+        value.add_(clipped, alpha=bound * of_value)
+        if of_slope:
+            slope.add_(clipped, alpha=bound * of_slope)
+    if capped is not None and config.dual_clip is not None:
+        value.add_(capped, alpha=config.dual_clip)
+        high.add_(capped)
+    return value, slope
 
 
 def _sapo(
-    config: PolicyLossConfig, logprob: Tensor, log_ratio: Tensor, ratio: Tensor, advantage: Tensor
-) -> _Surrogate:
-    tau = torch.full_like(ratio, config.tau_negative).masked_fill(advantage > 0, config.tau_positive)
-    gate = torch.sigmoid(tau * (ratio - 1.0))
-    return 4.0 / tau * gate, 4.0 * gate * (1.0 - gate) * ratio, None, None
+    config: PolicyLossConfig, token: _Token, scratch: _Scratch, high: Tensor, low: Tensor
+) -> tuple[Tensor, Tensor]:
+    positive = scratch.above(token.advantage, 0.0)
+    tau = torch.mul(positive, config.tau_positive, out=scratch.row())
+    tau.add_(positive.neg_().add_(1.0), alpha=config.tau_negative)
+    shifted = torch.sub(token.ratio, 1.0, out=scratch.row()).mul_(tau)
+    gate = torch.sigmoid(shifted, out=scratch.row())
+    # 1 - gate would lose its digits where the gate is almost open
+    slope = shifted.neg_().sigmoid_().mul_(gate).mul_(token.ratio).mul_(4.0)
+    return gate.div_(tau).mul_(4.0), slope
 
 
 def _gmpo(
-    config: PolicyLossConfig, logprob: Tensor, log_ratio: Tensor, ratio: Tensor, advantage: Tensor
-) -> _Surrogate:
-    high, low = (advantage > 0) & (log_ratio > config.high), (advantage < 0) & (log_ratio < -config.low)
-    return ratio, ratio.masked_fill(high | low, 0.0), high, low
+    config: PolicyLossConfig, token: _Token, scratch: _Scratch, high: Tensor, low: Tensor
+) -> tuple[Tensor, Tensor]:
+    torch.gt(token.log_ratio, config.high, out=high).mul_(scratch.above(token.advantage, 0.0))
+    torch.lt(token.log_ratio, -config.low, out=low).mul_(scratch.below(token.advantage, 0.0))
+    return token.ratio, scratch.kept(token.ratio, high, low)
 
 
-_SURROGATES: dict[str, Callable[..., _Surrogate]] = {
-    "reinforce": _log_linear,
-    "weighted": _log_linear,
-    "topr": _log_linear,
-    "cispo": _log_linear,
+_LOG_LINEAR = ("reinforce", "weighted", "topr", "cispo")
+_SURROGATES: dict[
+    str, Callable[[PolicyLossConfig, _Token, _Scratch, Tensor, Tensor], tuple[Tensor, Tensor]]
+] = {
+    "reinforce": _reinforce,
+    "weighted": _weighted,
+    "topr": _topr,
+    "cispo": _cispo,
     "clip": _clip,
     "gspo": _clip,
     "sapo": _sapo,
@@ -192,21 +326,45 @@ _SURROGATES: dict[str, Callable[..., _Surrogate]] = {
 }
 
 
-def _k3(gap: Tensor) -> Tensor:
-    return torch.expm1(gap) - gap
+# ---- KL estimators of gap = ref_logprob - logprob and the token's ratio: fill `value`, return d value / d logprob
 
 
-# (value, d value / d logprob) from gap = ref_logprob - logprob and the token's ratio
-_KLS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "none": lambda gap, ratio: (_k3(gap), gap),
-    "k1": lambda gap, ratio: (-gap, torch.ones_like(gap)),
-    "k2": lambda gap, ratio: (0.5 * gap * gap, -gap),
-    "k3": lambda gap, ratio: (_k3(gap), -torch.expm1(gap)),
-    "k3_straight_through": lambda gap, ratio: (_k3(gap), -gap),
-    "k3_unbiased": lambda gap, ratio: (ratio * _k3(gap), -ratio * gap),
+def _kl_none(gap: Tensor, ratio: Tensor, scratch: _Scratch, value: Tensor) -> Tensor:
+    """k3 as a metric."""
+    _k3(gap, torch.exp(gap, out=scratch.row()), out=value)
+    return gap
+
+
+def _kl_k1(gap: Tensor, ratio: Tensor, scratch: _Scratch, value: Tensor) -> Tensor:
+    torch.neg(gap, out=value)
+    return scratch.row().fill_(1.0)
+
+
+def _kl_k2(gap: Tensor, ratio: Tensor, scratch: _Scratch, value: Tensor) -> Tensor:
+    torch.mul(gap, gap, out=value).mul_(0.5)
+    return gap.neg_()
+
+
+def _kl_k3(gap: Tensor, ratio: Tensor, scratch: _Scratch, value: Tensor) -> Tensor:
+    _k3(gap, torch.exp(gap, out=scratch.row()), out=value)
+    return gap.add_(value).neg_()
+
+
+def _kl_k3_straight_through(gap: Tensor, ratio: Tensor, scratch: _Scratch, value: Tensor) -> Tensor:
+    _k3(gap, torch.exp(gap, out=scratch.row()), out=value)
+    return gap.neg_()
+
+
+def _kl_k3_unbiased(gap: Tensor, ratio: Tensor, scratch: _Scratch, value: Tensor) -> Tensor:
+    _k3(gap, torch.exp(gap, out=scratch.row()), out=value).mul_(ratio)
+    return gap.mul_(ratio).neg_()
+
+
+_KLS: dict[str, Callable[[Tensor, Tensor, _Scratch, Tensor], Tensor]] = {
+    "none": _kl_none,
+    "k1": _kl_k1,
+    "k2": _kl_k2,
+    "k3": _kl_k3,
+    "k3_straight_through": _kl_k3_straight_through,
+    "k3_unbiased": _kl_k3_unbiased,
 }
-
-
-def _selected(mask: Tensor, values: Tensor) -> Tensor:
-    """Values where the mask is True, else 0."""
-    return torch.where(mask, values, 0.0)

@@ -49,9 +49,12 @@ class TokenInputs:
     # mean over the sequence of the log-ratio (gspo) or of the clipped one (gmpo), repeated for its tokens
     sequence_log_ratio: Tensor | None = None
 
-    def block(self, start: int, stop: int) -> TokenInputs:
-        """Views of the tokens start .. stop."""
-        return self.map(lambda tensor: tensor[start:stop])
+    def split(self, size: int) -> Iterator[TokenInputs]:
+        """Views of consecutive blocks of `size` tokens; the last may be shorter. No tokens, no blocks."""
+        if self.logprob.numel():
+            names, tensors = zip(*self.named(), strict=True)
+            for pieces in zip(*(tensor.split(size) for tensor in tensors), strict=True):
+                yield TokenInputs(**dict(zip(names, pieces, strict=True)))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of every field that is there."""
@@ -104,11 +107,6 @@ def attach_gradient(terms: TokenTerms, logprob: Tensor, entropy: Tensor | None) 
     return PolicyLoss(
         loss=loss, grad=terms.grad, grad_entropy=terms.grad_entropy, metrics=terms.metrics.to(torch.float32)
     )
-
-
-def token_blocks(num_tokens: int, size: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of consecutive blocks of `size` tokens; the last may be shorter."""
-    return ((start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
 
 
 class _ClosedForm(torch.autograd.Function):
