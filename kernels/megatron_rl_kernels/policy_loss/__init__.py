@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 import torch
 from torch import Tensor
 
@@ -91,14 +94,26 @@ def _terms(
     inputs = inputs.map(lambda tensor: tensor.detach())
     if impl == "reference":
         return reference_terms(inputs, config, cu_seqlens)
+    if impl == "triton":
+        # heavy, and needed by this implementation alone
+        from megatron_rl_kernels.policy_loss.triton_op import triton_terms
+
+        return triton_terms(inputs, config, cu_seqlens)
     if config.is_sequence_level:
         assert cu_seqlens is not None
         inputs = inputs.with_sequence_log_ratio(sequence_log_ratio(inputs, cu_seqlens, config))
+    if impl in ("cuda", "host"):
+        # an optional part of the package
+        from megatron_rl_kernels.policy_loss.native import native_terms
+
+        return native_terms(inputs, config)
     return token_terms(inputs, config)
 
 
+@functools.cache
 def _offered() -> tuple[Impl, ...]:
-    return ("reference", "portable")
+    has_native = importlib.util.find_spec("megatron_rl_kernels.policy_loss.native") is not None
+    return ("reference", "portable", "triton", *(("cuda", "host") if has_native else ()))
 
 
 def _check_tensors(inputs: TokenInputs) -> None:

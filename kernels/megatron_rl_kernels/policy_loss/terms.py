@@ -74,12 +74,12 @@ class TokenInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTerms:
-    """What N tokens add to the loss. Sums are float64, so that adding up chunks costs no digits."""
+    """What N tokens add to the loss. Sums are float64 (Triton: float32), so that adding up chunks costs no digits."""
 
-    loss: Tensor  # 0-dim float64, already weighted
+    loss: Tensor  # 0-dim, already weighted
     grad: Tensor  # [N] d loss / d logprob, dtype of `logprob`; 0 where masked
     grad_entropy: Tensor | None  # [N] d loss / d entropy; None where the loss has no entropy term
-    metrics: Tensor  # [len(METRICS)] float64
+    metrics: Tensor  # [len(METRICS)], see METRIC_MERGE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

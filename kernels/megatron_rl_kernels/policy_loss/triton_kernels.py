@@ -1,0 +1,258 @@
+"""Triton kernels of `policy_loss`: mean log-ratios of sequences, the loss of a block of tokens, the sum over blocks.
+
+Every token is read once. Loops and trees have a fixed order and nothing is atomic, so bits do not vary between runs.
+`tl.minimum` and `tl.maximum` drop NaN; clamps are written with `tl.where`, so that a NaN of a trained token is seen.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# rows of the partial sums: the loss, then the metrics in the order of METRICS; a power of two
+NUM_ROWS = tl.constexpr(16)
+
+
+@triton.jit
+def sequence_log_ratio_kernel(
+    logprob_ptr,  # [N] f32, read only
+    old_ptr,  # [N] f32, read only
+    advantage_ptr,  # [N] f32, read only
+    mask_ptr,  # [N] u8, read only
+    cu_seqlens_ptr,  # [S + 1] i32, read only
+    out_ptr,  # [N] f32, written: the mean log-ratio of the token's sequence
+    lower,
+    upper,
+    CLIP: tl.constexpr,  # gmpo: clip each log-ratio in the direction its advantage asks for
+    BLOCK: tl.constexpr,
+):
+    """One program per sequence: lanes add up their share of the tokens, then the lanes are added up."""
+    sequence = tl.program_id(0).to(tl.int64)
+    begin = tl.load(cu_seqlens_ptr + sequence)
+    end = tl.load(cu_seqlens_ptr + sequence + 1)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    count = tl.zeros([BLOCK], tl.float32)
+    for start in range(begin, end, BLOCK):
+        token = (start + lanes).to(tl.int64)
+        inside = token < end
+        kept = tl.load(mask_ptr + token, mask=inside, other=0) != 0
+        log_ratio = tl.load(logprob_ptr + token, mask=kept, other=0.0).to(tl.float32) - tl.load(
+            old_ptr + token, mask=kept, other=0.0
+        ).to(tl.float32)
+        if CLIP:
+            advantage = tl.load(advantage_ptr + token, mask=kept, other=0.0).to(tl.float32)
+            log_ratio = tl.where((advantage > 0) & (log_ratio > upper), upper, log_ratio)
+            log_ratio = tl.where((advantage < 0) & (log_ratio < lower), lower, log_ratio)
+        total += log_ratio
+        count += kept.to(tl.float32)
+    trained = tl.sum(count, axis=0)
+    mean = tl.sum(total, axis=0) / tl.where(trained > 0, trained, 1.0)
+    for start in range(begin, end, BLOCK):
+        token = (start + lanes).to(tl.int64)
+        tl.store(out_ptr + token, tl.zeros([BLOCK], tl.float32) + mean, mask=token < end)
+
+
+@triton.jit
+def policy_loss_kernel(
+    logprob_ptr,  # [N] f32, read only
+    old_ptr,  # [N] f32, read only
+    advantage_ptr,  # [N] f32, read only
+    mask_ptr,  # [N] u8, read only
+    weight_ptr,  # [N] f32, read only
+    entropy_ptr,  # [N] f32 or None, read only
+    ref_ptr,  # [N] f32 or None, read only
+    correction_ptr,  # [N] f32 or None, read only
+    nll_weight_ptr,  # [N] f32 or None, read only
+    sequence_ptr,  # [N] f32 or None, read only: log-ratios of sequences
+    grad_ptr,  # [N] f32, written
+    grad_entropy_ptr,  # [N] f32 or None, written
+    part_ptr,  # [NUM_ROWS, blocks] f32, written
+    num_tokens,
+    lower,  # bounds as numbers: the ratio's, but the log-ratio's for gmpo
+    upper,
+    value_at_lower,  # f and gradient weight of a clipped token
+    value_at_upper,
+    slope_at_lower,
+    slope_at_upper,
+    dual_clip,
+    tau_positive,
+    tau_negative,
+    kl_coefficient,
+    entropy_coefficient,
+    SURROGATE: tl.constexpr,
+    DUAL_CLIP: tl.constexpr,
+    CISPO_MASK: tl.constexpr,
+    KL: tl.constexpr,
+    MAX_LOG_RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per block of tokens: gradients, and one partial sum (or maximum) per row."""
+    block = tl.program_id(0).to(tl.int64)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    # masked tokens are not even read, so nothing they hold can matter
+    kept = tl.load(mask_ptr + token, mask=inside, other=0) != 0
+    logprob = tl.load(logprob_ptr + token, mask=kept, other=0.0).to(tl.float32)
+    old = tl.load(old_ptr + token, mask=kept, other=0.0).to(tl.float32)
+    advantage = tl.load(advantage_ptr + token, mask=kept, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + token, mask=kept, other=0.0).to(tl.float32)
+    log_ratio = _clamped(logprob - old, MAX_LOG_RATIO)
+    token_ratio = tl.exp(log_ratio)
+    ratio = token_ratio
+    if sequence_ptr is not None:
+        shared = tl.load(sequence_ptr + token, mask=kept, other=0.0).to(tl.float32)
+        ratio = tl.exp(_clamped(shared, MAX_LOG_RATIO))
+    if (SURROGATE == "clip") | (SURROGATE == "gspo"):
+        is_high = (advantage > 0) & (ratio > upper)
+        is_low = (advantage < 0) & (ratio < lower)
+        value = tl.where(is_high, value_at_upper, tl.where(is_low, value_at_lower, ratio))
+        slope = tl.where(is_high, slope_at_upper, tl.where(is_low, slope_at_lower, ratio))
+        if DUAL_CLIP:
+            is_capped = (advantage < 0) & (ratio > dual_clip)
+            value = tl.where(is_capped, dual_clip, value)
+            slope = tl.where(is_capped, 0.0, slope)
+            is_high = is_high | is_capped
+    elif SURROGATE == "sapo":
+        value, slope, is_high, is_low = _sapo(ratio, advantage, tau_positive, tau_negative)
+    elif SURROGATE == "gmpo":
+        is_high = (advantage > 0) & (log_ratio > upper)
+        is_low = (advantage < 0) & (log_ratio < lower)
+        value = ratio
+        slope = tl.where(is_high | is_low, 0.0, ratio)
+    else:
+        slope, is_high, is_low = _constant_weight(ratio, advantage, lower, upper, SURROGATE, CISPO_MASK)
+        value = slope * logprob
+    pull = -weight * advantage
+    if correction_ptr is not None:
+        pull *= tl.load(correction_ptr + token, mask=kept, other=0.0).to(tl.float32)
+    loss = pull * value
+    grad = pull * slope
+    if ref_ptr is not None:
+        gap = _clamped(tl.load(ref_ptr + token, mask=kept, other=0.0).to(tl.float32) - logprob, MAX_LOG_RATIO)
+        kl, kl_slope = _kl(gap, token_ratio, KL)
+        _store_sum(part_ptr, 9, block, kl)
+        if KL != "none":
+            loss += kl_coefficient * weight * kl
+            grad += kl_coefficient * weight * kl_slope
+    if entropy_ptr is not None:
+        entropy = tl.load(entropy_ptr + token, mask=kept, other=0.0).to(tl.float32)
+        _store_sum(part_ptr, 10, block, entropy)
+        if grad_entropy_ptr is not None:
+            loss -= entropy_coefficient * weight * entropy
+            tl.store(grad_entropy_ptr + token, -entropy_coefficient * weight, mask=inside)
+    if nll_weight_ptr is not None:
+        nll_weight = tl.load(nll_weight_ptr + token, mask=kept, other=0.0).to(tl.float32)
+        nll = tl.where(nll_weight != 0, -logprob, 0.0)
+        loss += nll_weight * nll
+        grad -= nll_weight
+        _store_sum(part_ptr, 11, block, nll)
+        _store_sum(part_ptr, 12, block, (nll_weight != 0).to(tl.float32))
+    tl.store(grad_ptr + token, grad, mask=inside)
+    _store_sum(part_ptr, 0, block, loss)
+    _store_sum(part_ptr, 1, block, kept.to(tl.float32))
+    _store_sum(part_ptr, 2, block, is_high.to(tl.float32))
+    _store_sum(part_ptr, 3, block, is_low.to(tl.float32))
+    _store_sum(part_ptr, 4, block, -log_ratio)
+    _store_sum(part_ptr, 5, block, _k3(log_ratio, token_ratio))
+    seen = tl.where(kept, ratio, 0.0)
+    _store_sum(part_ptr, 6, block, seen)
+    tl.store(part_ptr + 7 * tl.num_programs(0).to(tl.int64) + block, tl.max(seen, axis=0))
+    _store_sum(part_ptr, 8, block, tl.abs(grad))
+
+
+@triton.jit
+def merge_parts_kernel(
+    part_ptr,  # [NUM_ROWS, blocks] f32, read only
+    out_ptr,  # [NUM_ROWS] f32, written
+    num_blocks,
+    MAX_ROW: tl.constexpr,  # the row that holds maxima
+    BLOCK: tl.constexpr,
+):
+    """One program per row adds up the blocks in a fixed order."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_blocks, BLOCK):
+        column = start + lanes
+        part = tl.load(part_ptr + row * num_blocks + column, mask=column < num_blocks, other=0.0)
+        if row == MAX_ROW:
+            total = tl.maximum(total, part)
+        else:
+            total += part
+    if row == MAX_ROW:
+        tl.store(out_ptr + row, tl.max(total, axis=0))
+    else:
+        tl.store(out_ptr + row, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _store_sum(part_ptr, ROW: tl.constexpr, block, values):
+    tl.store(part_ptr + ROW * tl.num_programs(0).to(tl.int64) + block, tl.sum(values, axis=0))
+
+
+@triton.jit
+def _clamped(log_ratio, MAX_LOG_RATIO: tl.constexpr):
+    log_ratio = tl.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio)
+    return tl.where(log_ratio < -MAX_LOG_RATIO, -MAX_LOG_RATIO, log_ratio)
+
+
+@triton.jit
+def _k3(gap, exp_gap):
+    """exp(gap) - 1 - gap; a series where the difference would cancel (error below 4e-7 of the result)."""
+    series = 0.5 + gap * (1.0 / 6 + gap * (1.0 / 24 + gap * (1.0 / 120 + gap * (1.0 / 720))))
+    return tl.where(tl.abs(gap) < 0.25, gap * gap * series, exp_gap - 1.0 - gap)
+
+
+@triton.jit
+def _sapo(ratio, advantage, tau_positive, tau_negative):
+    tau = tl.where(advantage > 0, tau_positive, tau_negative)
+    shifted = tau * (ratio - 1.0)
+    # the two sides of the sigmoid without overflow, and without 1 - gate where the gate is almost open
+    small = tl.exp(-tl.abs(shifted))
+    large_side, small_side = 1.0 / (1.0 + small), small / (1.0 + small)
+    gate = tl.where(shifted > 0, large_side, small_side)
+    closed = tl.where(shifted > 0, small_side, large_side)
+    never = advantage != advantage
+    return 4.0 / tau * gate, 4.0 * gate * closed * ratio, never, never
+
+
+@triton.jit
+def _constant_weight(ratio, advantage, lower, upper, SURROGATE: tl.constexpr, CISPO_MASK: tl.constexpr):
+    """(gradient weight, clipped above, clipped below) of those with f = weight * logprob."""
+    is_high = advantage != advantage
+    is_low = is_high
+    weight = ratio
+    if SURROGATE == "reinforce":
+        weight = tl.where(is_high, ratio, 1.0)
+    if SURROGATE == "topr":
+        is_high = (advantage < 0) & (ratio > 1.0)
+        weight = tl.where((advantage < 0) & (ratio <= 1.0), ratio, 1.0)
+    if SURROGATE == "cispo":
+        weight = tl.where(ratio > upper, upper, tl.where(ratio < lower, lower, ratio))
+        if CISPO_MASK:
+            is_high = (advantage > 0) & (ratio > upper)
+            is_low = (advantage < 0) & (ratio < lower)
+            weight = tl.where(is_high | is_low, 0.0, weight)
+        else:
+            is_high = (advantage != 0) & (ratio > upper)
+            is_low = (advantage != 0) & (ratio < lower)
+    return weight, is_high, is_low
+
+
+@triton.jit
+def _kl(gap, ratio, KL: tl.constexpr):
+    """(value, d value / d logprob) of the estimator for gap = ref_logprob - logprob; k3 as a metric for none."""
+    value = _k3(gap, tl.exp(gap))
+    slope = -gap
+    if KL == "k1":
+        value = -gap
+        slope = tl.where(gap == gap, 1.0, gap)
+    if KL == "k2":
+        value = 0.5 * gap * gap
+    if KL == "k3":
+        slope = -(gap + value)
+    if KL == "k3_unbiased":
+        value *= ratio
+        slope *= ratio
+    return value, slope
