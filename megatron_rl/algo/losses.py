@@ -1,86 +1,84 @@
-"""Losses of one micro-batch, from per-token log-probs to a scalar, with the metrics that belong to them.
+"""Losses of one micro-batch as the fused head takes them: constants per token, the surrogate, what to report.
 
-A micro-batch's loss is its share of the step's loss: it is divided by the *global* normaliser that the caller
-passes in, so shares are added (over micro-batches and data-parallel ranks), never averaged.
+The head computes log-probs, value and gradient in one go (`megatron_rl_kernels.linear_policy_loss`). A micro-batch's
+loss is its share of the step's loss: it is divided by the *global* normaliser that the caller passes in, so shares are
+added (over micro-batches and data-parallel ranks), never averaged.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_rl.algo.aggregate import Aggregate, token_weights
 from megatron_rl.algo.metric import Metric
-from megatron_rl.algo.surrogates import MAX_LOG_RATIO, ClippedRatio
 from megatron_rl.data.types import PackedBatch
 from megatron_rl.errors import TrainingError
+from megatron_rl_kernels.linear_policy_loss import PolicyInputs
+from megatron_rl_kernels.policy_loss import METRICS, PolicyLossConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossOutput:
-    """`loss` is a 0-dim float32 tensor with gradient to the log-probs; metric values are detached."""
+class TokenLoss:
+    """What the head needs to know of a loss, and how its results become metrics.
 
-    loss: Tensor
-    metrics: list[Metric]
+    `report` takes the loss (0-dim) and the kernel's metrics [len(METRICS)], both without gradient.
+    """
+
+    inputs: PolicyInputs
+    config: PolicyLossConfig
+    report: Callable[[Tensor, Tensor], list[Metric]]
 
 
-def sft_loss(logprob: Tensor, entropy: Tensor | None, batch: PackedBatch, *, normaliser: float) -> LossOutput:
+def sft_loss(batch: PackedBatch, *, normaliser: float) -> TokenLoss:
     """Negative log-likelihood of the trained tokens; `normaliser` is their global count in the step.
 
-    logprob, entropy [T] float32, aligned to `batch.labels`. Raises TrainingError when nothing is trained on.
+    Raises TrainingError when nothing is trained on.
     """
     _check_normaliser(normaliser)
-    nll = -torch.where(batch.loss_mask, logprob, 0.0)
-    tokens = batch.loss_mask.sum()
-    metrics = [_token_mean("sft/loss", nll, tokens)]
-    if entropy is not None:
-        metrics.append(_token_mean("sft/entropy", torch.where(batch.loss_mask, entropy, 0.0), tokens))
-    return LossOutput(loss=nll.sum() / normaliser, metrics=metrics)
+    zeros = torch.zeros_like(batch.loss_mask, dtype=torch.float32)
+    inputs = PolicyInputs(
+        advantage=zeros,
+        mask=batch.loss_mask,
+        token_weight=zeros,
+        nll_weight=batch.loss_mask.float() / normaliser,
+    )
+    return TokenLoss(inputs=inputs, config=PolicyLossConfig(surrogate="reinforce"), report=_report_sft)
 
 
 def policy_loss(
-    logprob: Tensor,
-    entropy: Tensor | None,
     batch: PackedBatch,
     *,
-    surrogate: ClippedRatio,
+    surrogate: PolicyLossConfig,
     aggregate: Aggregate,
     normaliser: float,
     sft_on_positives: float = 0.0,
     positive_normaliser: float = 0.0,
-) -> LossOutput:
+) -> TokenLoss:
     """Surrogate loss + `sft_on_positives` * mean NLL of correct rollouts (arXiv 2508.07629, eq. 13, 14).
 
-    logprob (with gradient) and entropy [T] float32, aligned to `batch.labels`; `batch.rl` is required.
-    `normaliser` and `positive_normaliser` are global counts of the optimizer step (`algo.aggregate`); a step
-    without correct rollouts has a positive_normaliser of 0 and no such term. The gradient is the surrogate's
-    closed form. `policy/loss` is the whole scalar. Raises TrainingError when nothing is trained on.
+    `batch.rl` is required. `normaliser` and `positive_normaliser` are global counts of the optimizer step
+    (`algo.aggregate`); a step without correct rollouts has a positive_normaliser of 0 and no such term.
+    `policy/loss` is the whole scalar. Raises TrainingError when nothing is trained on.
     """
     _check_normaliser(normaliser)
     assert batch.rl is not None
-    out = surrogate(logprob, batch.rl.old_logprobs, batch.rl.advantages, batch.loss_mask)
-    weights = token_weights(aggregate, loss_mask=batch.loss_mask, cu_seqlens=batch.cu_seqlens) / normaliser
-    loss = _ClosedForm.apply(logprob, (weights * out.loss).sum(), weights * out.grad_weight)
-    tokens = batch.loss_mask.sum()
-    metrics = [
-        _token_mean("policy/clip_high_frac", out.clipped_high, tokens),
-        _token_mean("policy/clip_low_frac", out.clipped_low, tokens),
-        _token_mean("policy/kl_old", _kl_old(logprob, batch.rl.old_logprobs, batch.loss_mask), tokens),
-    ]
-    if entropy is not None:
-        metrics.append(_token_mean("policy/entropy", torch.where(batch.loss_mask, entropy, 0.0), tokens))
-    if sft_on_positives > 0 and positive_normaliser > 0:
-        positives = (batch.rl.positives > 0) & batch.loss_mask
-        nll = -torch.where(positives, logprob, 0.0)
-        loss = loss + sft_on_positives * nll.sum() / positive_normaliser
-        metrics.append(_token_mean("policy/positive_nll", nll, positives.sum()))
-    metrics.append(Metric(name="policy/loss", value=loss.detach(), reduce="sum"))
-    return LossOutput(loss=loss, metrics=metrics)
+    weights = token_weights(aggregate, loss_mask=batch.loss_mask, cu_seqlens=batch.cu_seqlens)
+    has_positives = sft_on_positives > 0 and positive_normaliser > 0
+    inputs = PolicyInputs(
+        advantage=batch.rl.advantages,
+        mask=batch.loss_mask,
+        token_weight=weights / normaliser,
+        old_logprob=batch.rl.old_logprobs,
+        nll_weight=batch.rl.positives * (sft_on_positives / positive_normaliser) if has_positives else None,
+        cu_seqlens=batch.cu_seqlens if surrogate.is_sequence_level else None,
+    )
+    report = _report_policy_with_positives if has_positives else _report_policy
+    return TokenLoss(inputs=inputs, config=surrogate, report=report)
 
 
 def mismatch_metrics(diffs: Tensor) -> list[Metric]:
@@ -100,31 +98,35 @@ def mismatch_metrics(diffs: Tensor) -> list[Metric]:
     ]
 
 
-class _ClosedForm(torch.autograd.Function):
-    """A scalar whose value and whose gradient by `logprob` were both computed by hand."""
-
-    @staticmethod
-    def forward(ctx: Any, logprob: Tensor, value: Tensor, grad_weight: Tensor) -> Tensor:
-        ctx.save_for_backward(grad_weight)
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (grad_weight,) = ctx.saved_tensors
-        return grad * grad_weight, None, None
+def _report_sft(loss: Tensor, metrics: Tensor) -> list[Metric]:
+    return [
+        _mean("sft/loss", metrics, "nll", over="nll_tokens"),
+        _mean("sft/entropy", metrics, "entropy"),
+    ]
 
 
-def _kl_old(logprob: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """r - 1 - log r per token: never negative; its mean over tokens of the old policy is KL(old || new)."""
-    log_ratio = torch.where(mask, logprob.detach() - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(log_ratio) - log_ratio
+def _report_policy(loss: Tensor, metrics: Tensor) -> list[Metric]:
+    return [
+        _mean("policy/clip_high_frac", metrics, "clipped_high"),
+        _mean("policy/clip_low_frac", metrics, "clipped_low"),
+        # r - 1 - log r: never negative; its mean over tokens of the old policy is KL(old || new)
+        _mean("policy/kl_old", metrics, "kl_k3"),
+        _mean("policy/entropy", metrics, "entropy"),
+        Metric(name="policy/loss", value=loss, reduce="sum"),
+    ]
 
 
-def _token_mean(name: str, values: Tensor, tokens: Tensor) -> Metric:
-    """Mean of `values` [T], which are 0 where they do not count, over `tokens` (0-dim) of them."""
-    value = values.detach().float().sum() / tokens.clamp(min=1)
-    return Metric(name=name, value=value, reduce="mean", weight=tokens)
+def _report_policy_with_positives(loss: Tensor, metrics: Tensor) -> list[Metric]:
+    return [
+        *_report_policy(loss, metrics),
+        _mean("policy/positive_nll", metrics, "nll", over="nll_tokens"),
+    ]
+
+
+def _mean(name: str, metrics: Tensor, numerator: str, *, over: str = "tokens") -> Metric:
+    """One sum of the kernel over one of its counts; a micro-batch that counts none has no say."""
+    total, count = metrics[METRICS.index(numerator)], metrics[METRICS.index(over)]
+    return Metric(name=name, value=total / count.clamp(min=1), reduce="mean", weight=count)
 
 
 def _check_normaliser(normaliser: float) -> None:

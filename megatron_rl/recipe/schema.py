@@ -18,6 +18,8 @@ class ModelConfig:
     checkpoint: Text | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     spec: Literal["auto", "local", "te"] = "auto"  # layer implementation; auto: te where installed
+    # of the head (log-probs, losses); auto: triton on GPUs, portable elsewhere
+    kernels: Literal["auto", "portable", "triton"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

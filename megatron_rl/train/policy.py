@@ -23,9 +23,10 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from megatron_rl.algo.losses import LossOutput
+from megatron_rl.algo.losses import TokenLoss
 from megatron_rl.algo.metric import Metric
 from megatron_rl.data.types import PackedBatch
+from megatron_rl.errors import TrainingError
 from megatron_rl.model.build import PolicyGPTModel, build_model, packed_seq_params, table_params
 from megatron_rl.model.hf_io import load_hf, save_hf
 from megatron_rl.model.hf_tables import padded_vocab
@@ -35,11 +36,11 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device as platform
 from megatron_rl.recipe.schema import ModelConfig
 from megatron_rl.recipe.stages import OptimizerConfig, ScheduleConfig
+from megatron_rl.train.head import Head
 from megatron_rl.train.optimizer import StageOptimizer, StepStats
-from megatron_rl_kernels.linear_logprob import linear_logprob
 
-# (log-prob [T], entropy [T], batch) -> loss and metrics; T tokens of one micro-batch
-LossFunction = Callable[[Tensor, Tensor, PackedBatch], LossOutput]
+# what the loss of one micro-batch is
+LossFunction = Callable[[PackedBatch], TokenLoss]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -61,7 +62,24 @@ class Policy:
         self.ddp_chunks = [self._wrap(chunk.to(self._device)) for chunk in self.chunks]
         self._model_config = self.chunks[0].config
         self._model_config.finalize_model_grads_func = _finalize_without_scaling
+        self._head = self._build_head(config) if self.chunks[-1].post_process else None
         self._optimizer: StageOptimizer | None = None
+
+    def _build_head(self, config: ModelConfig) -> Head:
+        rows = padded_vocab(self.spec.vocab_size, self.layout.tp) // self.layout.tp
+        return Head(
+            weight=self.chunks[-1].head_weight(),
+            vocab_start=self.tp_rank * rows,
+            vocab_size=self.spec.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
+            sequence_parallel=self.layout.sp and self.layout.tp > 1,
+            impl=None if config.kernels == "auto" else config.kernels,
+        )
+
+    @property
+    def head(self) -> Head:
+        assert self._head is not None, "only the last pipeline stage has one"
+        return self._head
 
     def _wrap(self, chunk: PolicyGPTModel) -> DistributedDataParallel:
         module = Float16Module(chunk.config, chunk) if self.dtype is torch.bfloat16 else chunk
@@ -92,8 +110,9 @@ class Policy:
     ) -> list[list[Metric]]:
         """Accumulate gradients of all micro-batches of this dp rank; every dp rank passes equally many.
 
-        `loss_fn` returns a sum already divided by the global normaliser. Returns the metrics of every micro-batch
-        of every dp rank, the same list on every rank.
+        `loss_fn` gives shares already divided by the global normaliser. Returns the metrics of every micro-batch of
+        every dp rank, the same list on every rank. Raises TrainingError on all of them for log-probs or entropies
+        that cannot be.
         """
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
@@ -102,7 +121,12 @@ class Policy:
         # only tp rank 0 of the last stage reports: the others hold copies or nothing
         mine = outputs if self.tp_rank == 0 else []
         host = [[metric.on_host() for metric in metrics] for metrics in mine]
-        return [metrics for rank in all_gather_object(host) for metrics in rank]
+        every = all_gather_object((host, self._problem()))
+        _raise_first([problem for _, problem in every])
+        return [metrics for rank, _ in every for metrics in rank]
+
+    def _problem(self) -> str | None:
+        return None if self._head is None else self._head.problem()
 
     def optimizer_step(self) -> StepStats:
         """Clip, check, update. See StageOptimizer.step."""
@@ -112,9 +136,11 @@ class Policy:
     def logprobs(self, batches: Sequence[PackedBatch], *, temperature: float = 1.0) -> list[Tensor]:
         """Log-prob [T] float32 of every label of every micro-batch, on every pipeline rank; no gradient.
 
-        Positions that are not trained on hold a value too; callers mask.
+        Positions that are not trained on hold a value too; callers mask. Raises TrainingError on all ranks for
+        log-probs or entropies that cannot be.
         """
         outputs = self._run_schedule(batches, partial(self._collect, temperature), forward_only=True)
+        _raise_first(all_gather_object(self._problem()))
         total = sum(batch.num_tokens for batch in batches)
         flat = self._from_last_stage(torch.cat(outputs) if outputs else None, shape=(total,))
         return list(flat.split([batch.num_tokens for batch in batches]))
@@ -168,36 +194,19 @@ class Policy:
             collect_non_loss_data=forward_only,
         )
 
-    def _token_logprobs(
-        self, hidden: Tensor, batch: PackedBatch, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Last-stage hidden states [T / tp if sp else T, 1, H] -> log-prob and entropy [T] float32."""
-        vocab_rows = padded_vocab(self.spec.vocab_size, self.layout.tp) // self.layout.tp
-        result = linear_logprob(
-            hidden.squeeze(1),
-            self.chunks[-1].head_weight(),
-            batch.labels,
-            temperature=temperature,
-            vocab_start=self.tp_rank * vocab_rows,
-            valid_vocab=self.spec.vocab_size,
-            group=parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
-            sequence_parallel=self.layout.sp,
-        )
-        assert result.entropy is not None
-        return result.logprob, result.entropy
-
     def _loss(
         self, loss_fn: LossFunction, temperature: float, batch: PackedBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, list[Metric]]:
-        logprob, entropy = self._token_logprobs(hidden, batch, temperature)
-        output = loss_fn(logprob, entropy, batch)
+        loss = loss_fn(batch)
+        result = self.head.loss(hidden, batch, loss, temperature=temperature)
         # the token count is megatron-core's own normaliser, which is off here: any number does
-        return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), list(output.metrics)
+        count = torch.zeros((), dtype=torch.int, device=hidden.device)
+        return result.loss, count, loss.report(result.loss.detach(), result.metrics)
 
     def _collect(
         self, temperature: float, batch: PackedBatch, hidden: Tensor, *, non_loss_data: bool
     ) -> Tensor:
-        return self._token_logprobs(hidden, batch, temperature)[0]
+        return self.head.logprobs(hidden, batch.labels, temperature=temperature)
 
     def _collect_rows(
         self,
@@ -234,6 +243,13 @@ def _forward_step(
         **wrapper_options,
     )
     return hidden, partial(loss, batch)
+
+
+def _raise_first(problems: Sequence[str | None]) -> None:
+    """`problems` of every rank, in rank order."""
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise TrainingError(f"rank {rank}: {problem}; the step is not taken")
 
 
 def _finalize_without_scaling(

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algo.surrogates import clip_higher, gppo
+from tests.helpers.losses import per_token
 
 LOW, HIGH = 0.2, 0.28
 TOKENS = st.lists(
@@ -44,7 +45,7 @@ def _check(tokens, surrogate, definition):
     log_ratio, advantage = torch.tensor(tokens, dtype=torch.float64).unbind(1)
     old = torch.linspace(-5, -1, len(tokens), dtype=torch.float64)
     logprob = (log_ratio + old).requires_grad_()
-    got = surrogate(logprob, old, advantage, torch.ones(len(tokens), dtype=torch.bool))
+    got = per_token(surrogate, logprob, old, advantage, torch.ones(len(tokens), dtype=torch.bool))
     want = definition(logprob - old, advantage)
     (grad,) = torch.autograd.grad(want.sum(), logprob)
     torch.testing.assert_close(got.loss, want.detach(), rtol=1e-12, atol=1e-12)
@@ -79,7 +80,9 @@ def test_gppo_and_clip_higher_have_one_value_and_differ_only_in_clipped_gradient
     log_ratio, advantage = torch.tensor(tokens, dtype=torch.float64).unbind(1)
     mask = torch.ones_like(advantage, dtype=torch.bool)
     surrogates = gppo(LOW, HIGH), clip_higher(LOW, HIGH)
-    ours, ppo = (one(log_ratio, torch.zeros_like(log_ratio), advantage, mask) for one in surrogates)
+    ours, ppo = (
+        per_token(one, log_ratio, torch.zeros_like(log_ratio), advantage, mask) for one in surrogates
+    )
     clipped = ours.clipped_high | ours.clipped_low
     assert torch.equal(ours.loss, ppo.loss)
     assert torch.equal(ours.grad_weight[~clipped], ppo.grad_weight[~clipped])

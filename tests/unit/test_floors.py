@@ -38,6 +38,7 @@ FLOORS = {
     "megatron_rl.reshard.parcels": 2,
     "megatron_rl.reshard.receive": 2,
     "megatron_rl.reshard.transports": 2,
+    "megatron_rl.train.head": 3,
     "megatron_rl.train.optimizer": 3,
     "megatron_rl.train.policy": 3,
     "megatron_rl.train.metrics": 3,

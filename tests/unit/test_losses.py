@@ -10,6 +10,7 @@ from megatron_rl.algo.losses import mismatch_metrics, policy_loss, sft_loss
 from megatron_rl.algo.surrogates import clip_higher, gppo
 from megatron_rl.data.types import PackedBatch, RlFields
 from megatron_rl.errors import TrainingError
+from tests.helpers.losses import evaluate
 
 LENGTHS = [3, 5, 2, 6]
 
@@ -52,19 +53,15 @@ def _cut(batch, start, stop):
     return PackedBatch(**fields, cu_seqlens=bounds - bounds[0], rl=rl), tokens
 
 
-def _metrics(output):
-    return {metric.name: metric for metric in output.metrics}
-
-
 def test_sft_loss_is_the_mean_negative_log_likelihood_of_trained_tokens():
     batch, logprob = _batch(LENGTHS)
     logprob.requires_grad_()
     tokens = int(batch.loss_mask.sum())
-    out = sft_loss(logprob, torch.full_like(logprob, 0.5), batch, normaliser=tokens)
+    out = evaluate(sft_loss(batch, normaliser=tokens), logprob, torch.full_like(logprob, 0.5))
     out.loss.backward()
     assert out.loss.item() == pytest.approx(-logprob[batch.loss_mask].mean().item())
     assert torch.equal(logprob.grad, -batch.loss_mask.float() / tokens)
-    metrics = _metrics(out)
+    metrics = out.metrics
     assert float(metrics["sft/loss"].value) == pytest.approx(out.loss.item())
     assert float(metrics["sft/entropy"].value) == pytest.approx(0.5)
     assert int(metrics["sft/loss"].weight) == tokens
@@ -75,7 +72,7 @@ def test_policy_loss_equals_autograd_of_its_definition(aggregate):
     batch, logprob = _batch(LENGTHS)
     logprob.requires_grad_()
     options = {"surrogate": clip_higher(0.2, 0.28), "aggregate": aggregate, "normaliser": 7.0}
-    out = policy_loss(logprob, None, batch, **options, sft_on_positives=0.1, positive_normaliser=3.0)
+    out = evaluate(policy_loss(batch, **options, sft_on_positives=0.1, positive_normaliser=3.0), logprob)
     (grad,) = torch.autograd.grad(out.loss, logprob)
 
     ratio = (logprob - batch.rl.old_logprobs).exp()
@@ -96,20 +93,23 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut_into_micro_batches(a
     batch, logprob = _batch(LENGTHS)
     logprob.requires_grad_()
     options = {
-        "surrogate": gppo(0.2, 0.28), "aggregate": aggregate, "normaliser": 7.0,
-        "sft_on_positives": 0.1, "positive_normaliser": 3.0,
+        "surrogate": gppo(0.2, 0.28),
+        "aggregate": aggregate,
+        "normaliser": 7.0,
+        "sft_on_positives": 0.1,
+        "positive_normaliser": 3.0,
     }
-    whole = policy_loss(logprob, logprob.detach().abs(), batch, **options)
+    whole = evaluate(policy_loss(batch, **options), logprob, logprob.detach().abs())
     (want,) = torch.autograd.grad(whole.loss, logprob)
     parts, grad = [], torch.zeros_like(logprob)
     for start, stop in pairwise(cuts):
         part, tokens = _cut(batch, start, stop)
-        parts.append(policy_loss(logprob[tokens], logprob[tokens].detach().abs(), part, **options))
+        parts.append(evaluate(policy_loss(part, **options), logprob[tokens], logprob[tokens].detach().abs()))
         grad += torch.autograd.grad(parts[-1].loss, logprob)[0]
     torch.testing.assert_close(grad, want)
     torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
-    for name, metric in _metrics(whole).items():
-        each = [_metrics(part)[name] for part in parts]
+    for name, metric in whole.metrics.items():
+        each = [part.metrics[name] for part in parts]
         if metric.reduce == "sum":
             merged = sum(one.value for one in each)
         else:
@@ -122,7 +122,7 @@ def test_policy_gradient_follows_a_scale_on_the_loss():
     logprob.requires_grad_()
     options = {"surrogate": gppo(0.2, 0.28), "aggregate": "token_mean", "normaliser": 7.0}
     plain, scaled = (
-        torch.autograd.grad(policy_loss(logprob, None, batch, **options).loss * scale, logprob)[0]
+        torch.autograd.grad(evaluate(policy_loss(batch, **options), logprob).loss * scale, logprob)[0]
         for scale in (1.0, -4.0)
     )
     assert plain.abs().max() > 0 and torch.equal(scaled, -4 * plain)
@@ -141,11 +141,12 @@ def test_policy_metrics_say_what_happened():
     )
     fields = {name: getattr(batch, name) for name in PackedBatch.__slots__ if name != "rl"}
     logprob, entropy = ratios.log(), torch.tensor([9.0, 1.0, 2.0, 3.0, 4.0, 9.0, 9.0])
-    out = policy_loss(
-        logprob, entropy, PackedBatch(**fields, rl=rl),
-        surrogate=gppo(0.2, 0.28), aggregate="token_mean", normaliser=4.0, sft_on_positives=0.1,
-    )
-    values = {name: float(metric.value) for name, metric in _metrics(out).items()}
+    loss = policy_loss(
+        PackedBatch(**fields, rl=rl), surrogate=gppo(0.2, 0.28), aggregate="token_mean", normaliser=4.0,
+        sft_on_positives=0.1,
+    )  # fmt: skip
+    out = evaluate(loss, logprob, entropy)
+    values = {name: float(metric.value) for name, metric in out.metrics.items()}
     kl = ((2 - 1 - math.log(2)) + (0.5 - 1 - math.log(0.5))) / 4
     assert values == pytest.approx(
         {
@@ -162,38 +163,38 @@ def test_masked_positions_reach_neither_value_nor_gradient():
     batch, logprob = _batch(LENGTHS)
     poisoned = logprob.masked_fill(~batch.loss_mask, math.nan).requires_grad_()
     entropy = torch.full_like(logprob, math.nan).where(~batch.loss_mask, 1.0)
-    out = policy_loss(
-        poisoned, entropy, batch, surrogate=gppo(0.2, 0.28), aggregate="token_mean", normaliser=5.0,
-        sft_on_positives=0.1, positive_normaliser=2.0,
-    )
-    sft = sft_loss(poisoned, entropy, batch, normaliser=5.0)
+    policy = policy_loss(
+        batch, surrogate=gppo(0.2, 0.28), aggregate="token_mean", normaliser=5.0, sft_on_positives=0.1,
+        positive_normaliser=2.0,
+    )  # fmt: skip
+    out = evaluate(policy, poisoned, entropy)
+    sft = evaluate(sft_loss(batch, normaliser=5.0), poisoned, entropy)
     (out.loss + sft.loss).backward()
     assert torch.isfinite(out.loss) and torch.isfinite(sft.loss)
     assert (poisoned.grad[~batch.loss_mask] == 0).all() and (poisoned.grad[batch.loss_mask] != 0).all()
-    assert all(math.isfinite(metric.value) for metric in out.metrics + sft.metrics)
+    assert all(math.isfinite(metric.value) for metric in (out.metrics | sft.metrics).values())
 
 
 def test_micro_batch_without_trained_tokens_gives_zero_loss_that_still_has_a_gradient():
     batch, logprob = _batch([4])
     logprob.requires_grad_()
-    out = policy_loss(
-        logprob, None, batch, surrogate=gppo(0.2, 0.28), aggregate="sequence_mean", normaliser=5.0,
-        sft_on_positives=0.1, positive_normaliser=2.0,
-    )
+    loss = policy_loss(
+        batch, surrogate=gppo(0.2, 0.28), aggregate="sequence_mean", normaliser=5.0, sft_on_positives=0.1,
+        positive_normaliser=2.0,
+    )  # fmt: skip
+    out = evaluate(loss, logprob)
     out.loss.backward()
     assert out.loss.item() == 0.0 and logprob.grad.tolist() == [0.0] * 4
-    assert all(math.isfinite(metric.value) for metric in out.metrics)
+    assert all(math.isfinite(metric.value) for metric in out.metrics.values())
 
 
 @pytest.mark.parametrize("normaliser", [0.0, math.nan])
 def test_step_that_trains_on_nothing_is_an_error(normaliser):
-    batch, logprob = _batch([4])
+    batch, _ = _batch([4])
     with pytest.raises(TrainingError, match="no token of the global batch"):
-        sft_loss(logprob, None, batch, normaliser=normaliser)
+        sft_loss(batch, normaliser=normaliser)
     with pytest.raises(TrainingError, match="no token of the global batch"):
-        policy_loss(
-            logprob, None, batch, surrogate=gppo(0.2, 0.28), aggregate="token_mean", normaliser=normaliser
-        )
+        policy_loss(batch, surrogate=gppo(0.2, 0.28), aggregate="token_mean", normaliser=normaliser)
 
 
 def test_mismatch_metrics_are_mean_nearest_rank_p99_and_max_of_absolute_gaps():

@@ -8,6 +8,7 @@ import torch
 from megatron_rl.algo.surrogates import clip_higher, gppo, grpo, make_surrogate
 from megatron_rl.errors import RecipeError
 from megatron_rl.recipe.stages import AlgorithmConfig
+from tests.helpers.losses import per_token
 
 ALL = [grpo(0.2), clip_higher(0.2, 0.28), gppo(0.2, 0.28)]
 IDS = ["grpo", "clip_higher", "gppo"]
@@ -18,7 +19,7 @@ def _at(surrogate, ratios, advantages, mask=None):
     logprobs = torch.tensor(ratios, dtype=torch.float64).log()
     advantages = torch.tensor(advantages, dtype=torch.float64)
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else torch.tensor(mask)
-    return surrogate(logprobs, torch.zeros_like(logprobs), advantages, mask)
+    return per_token(surrogate, logprobs, torch.zeros_like(logprobs), advantages, mask)
 
 
 def test_clip_higher_cuts_the_gradient_of_clipped_tokens():
@@ -58,7 +59,9 @@ def test_ratio_equal_to_its_bound_is_not_clipped():
     surrogate = clip_higher(0.5, 0.5)
     log_ratio = torch.tensor([1.5, 0.5]).log()
     assert log_ratio.exp().tolist() == [1.5, 0.5]
-    out = surrogate(log_ratio, torch.zeros(2), torch.tensor([1.0, -1.0]), torch.ones(2, dtype=torch.bool))
+    out = per_token(
+        surrogate, log_ratio, torch.zeros(2), torch.tensor([1.0, -1.0]), torch.ones(2, dtype=torch.bool)
+    )
     assert not out.clipped_high.any() and not out.clipped_low.any()
     assert out.grad_weight.tolist() == [-1.5, 0.5]
 
@@ -74,7 +77,9 @@ def test_zero_advantage_gives_nothing_at_any_ratio(surrogate):
 def test_masked_positions_may_hold_anything(surrogate):
     bad = torch.tensor([math.nan, -math.inf, math.inf, 0.0])
     keep = torch.tensor([False, False, False, True])
-    out = surrogate(bad, bad.flip(0) * torch.tensor([1.0, 1.0, 1.0, 0.0]).where(~keep, 0.0), bad + 1, keep)
+    out = per_token(
+        surrogate, bad, bad.flip(0) * torch.tensor([1.0, 1.0, 1.0, 0.0]).where(~keep, 0.0), bad + 1, keep
+    )
     assert out.loss[:3].tolist() == out.grad_weight[:3].tolist() == [0.0, 0.0, 0.0]
     assert not out.clipped_high[:3].any() and not out.clipped_low[:3].any()
 
@@ -83,15 +88,19 @@ def test_masked_positions_may_hold_anything(surrogate):
 @pytest.mark.parametrize("log_ratio", [-1000.0, 1000.0])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_huge_log_ratios_stay_finite(surrogate, log_ratio, advantage):
-    out = surrogate(
-        torch.tensor([log_ratio]), torch.zeros(1), torch.tensor([advantage]), torch.ones(1, dtype=torch.bool)
+    out = per_token(
+        surrogate,
+        torch.tensor([log_ratio]),
+        torch.zeros(1),
+        torch.tensor([advantage]),
+        torch.ones(1, dtype=torch.bool),
     )
     assert torch.isfinite(out.loss).all() and torch.isfinite(out.grad_weight).all()
 
 
 def test_gppo_gradient_survives_a_log_ratio_beyond_the_clamp():
     one = torch.ones(1)
-    out = gppo(0.2, 0.28)(50 * one, 0 * one, one, one.bool())
+    out = per_token(gppo(0.2, 0.28), 50 * one, 0 * one, one, one.bool())
     assert out.grad_weight.tolist() == pytest.approx([-1.28])
 
 
