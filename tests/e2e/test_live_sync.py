@@ -25,7 +25,7 @@ from tests.helpers.live_sync import (
 )
 
 # all engines of four models start in this module
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 WORLD_SIZE = 4
 # float32 on both sides, sums in another order; what float32 itself gets wrong in these models is 2e-6
@@ -107,7 +107,7 @@ def findings(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         for name, model in MODELS.items()
     ]
     driver, *_ = run_distributed(
-        train_and_sync, WORLD_SIZE, lessons, tmp_path_factory.mktemp("logs"), timeout_s=580.0
+        train_and_sync, WORLD_SIZE, lessons, tmp_path_factory.mktemp("logs"), timeout_s=1150.0
     )
     return driver
 
