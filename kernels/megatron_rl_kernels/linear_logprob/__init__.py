@@ -1,7 +1,7 @@
 """Log-prob of a target token and entropy of the distribution, straight from hidden states and the head.
 
 The fusion keeps memory flat: logits of [N, V] never exist. `reference` defines the op; `portable` runs it on any
-device.
+device, `triton` on CUDA devices. README.md has the derivation and the limits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_rl_kernels.linear_logprob.reference import LinearLogprob, linear_l
 __all__ = ["LinearLogprob", "linear_logprob", "linear_logprob_reference"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_OFFERED: tuple[Impl, ...] = ("reference", "portable")
+_OFFERED: tuple[Impl, ...] = ("reference", "portable", "triton")
 
 
 def linear_logprob(
@@ -100,6 +100,12 @@ def linear_logprob(
 
 
 def _engine(impl: Impl, hidden: Tensor, weight: Tensor) -> Engine:
+    if impl == "triton":
+        # importing triton is heavy, and not every machine has it
+        from megatron_rl_kernels.linear_logprob.triton_op import TritonEngine, check_layout
+
+        check_layout(hidden=hidden, weight=weight)
+        return TritonEngine()
     return PortableEngine()
 
 
