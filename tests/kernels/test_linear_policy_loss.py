@@ -1,0 +1,432 @@
+"""linear_policy_loss in plain torch against its float64 definition: values, gradients, limits, memory."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_rl_kernels.linear_logprob import linear_logprob
+from megatron_rl_kernels.linear_policy_loss import PolicyInputs, linear_policy_loss
+from megatron_rl_kernels.policy_loss import METRICS, PolicyLossConfig, policy_loss
+from tests.helpers.policy_batch import (
+    CONFIGS,
+    Batch,
+    assert_matches,
+    make_batch,
+    reference,
+    relative_error,
+    run,
+)
+
+PPO = CONFIGS["clip"]
+# float32 sums of 16 products of size 1; the loss weights add up to about 1
+EXACT = {"value_atol": 2e-5, "grad_rtol": 5e-6}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("chunk_tokens", [7, 33, None], ids="chunk{}".format)
+def test_values_and_gradients_match_the_float64_definition(config, chunk_tokens):
+    batch = make_batch(70, 130)
+    assert_matches(run(batch, config, chunk_tokens=chunk_tokens), reference(batch, config), **EXACT)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 130], ids="n{}".format)
+@pytest.mark.parametrize("vocab", [2, 255, 9001], ids="v{}".format)
+def test_any_size_matches_with_and_without_a_gradient_of_the_entropy(num_tokens, vocab):
+    # 9001 columns are three blocks, the last one ragged
+    batch = make_batch(num_tokens, vocab)
+    for name in ("clip", "clip, entropy bonus"):
+        got = run(batch, CONFIGS[name], chunk_tokens=50)
+        assert_matches(got, reference(batch, CONFIGS[name]), **EXACT)
+
+
+def test_float64_inputs_are_computed_in_float64():
+    batch = make_batch(40, 90, dtype=torch.float64)
+    config = CONFIGS["clip, entropy bonus"]
+    assert_matches(
+        run(batch, config, chunk_tokens=9), reference(batch, config), value_atol=1e-12, grad_rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("name", ["gppo", "clip, entropy bonus"])
+def test_fused_and_separate_operators_agree(name):
+    batch, config = make_batch(90, 300), CONFIGS[name]
+    got = run(batch, config, chunk_tokens=32)
+    hidden, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
+    separate = linear_logprob(hidden, weight, batch.target)
+    inputs = batch.inputs
+    loss = policy_loss(
+        separate.logprob,
+        inputs.old_logprob,
+        inputs.advantage,
+        inputs.mask,
+        config,
+        token_weight=inputs.token_weight,
+        entropy=separate.entropy,
+        ref_logprob=inputs.ref_logprob,
+        correction=inputs.correction,
+        nll_weight=inputs.nll_weight,
+    )
+    loss.loss.backward()
+    torch.testing.assert_close(got.loss, loss.loss.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.metrics, loss.metrics, rtol=1e-5, atol=1e-5)
+    trained = inputs.mask
+    torch.testing.assert_close(got.logprob[trained], separate.logprob[trained].detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.entropy[trained], separate.entropy[trained].detach(), rtol=1e-5, atol=1e-5)
+    assert relative_error(got.grad_hidden, hidden.grad) < 1e-5
+    assert relative_error(got.grad_weight, weight.grad) < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [0.3, 2.0, "per token"], ids="t {}".format)
+@pytest.mark.parametrize("name", ["clip", "clip, entropy bonus"])
+def test_temperature_scales_values_and_gradients_in_one_place(temperature, name):
+    value = 0.7 if temperature == "per token" else temperature
+    batch = make_batch(63, 140, temperature=value)
+    if temperature == "per token":
+        temperature = torch.linspace(0.3, 1.5, 63)
+    got = run(batch, CONFIGS[name], temperature=temperature, chunk_tokens=20)
+    assert_matches(
+        got, reference(batch, CONFIGS[name], temperature=temperature), value_atol=5e-5, grad_rtol=1e-5
+    )
+
+
+def test_one_temperature_for_all_and_the_same_for_each_give_the_same_bits():
+    batch = make_batch(63, 140)
+    one, each = (run(batch, PPO, temperature=value) for value in (0.7, torch.full((63,), 0.7)))
+    assert torch.equal(one.logprob, each.logprob) and torch.equal(one.grad_weight, each.grad_weight)
+
+
+def test_supervised_training_is_reinforce_with_advantage_one():
+    batch = make_batch(50, 77)
+    mask = batch.inputs.mask
+    weight = torch.full((50,), 1 / int(mask.sum()))
+    inputs = PolicyInputs(advantage=torch.ones(50), mask=mask, token_weight=weight)
+    got = run(replace(batch, inputs=inputs), CONFIGS["reinforce"])
+    hidden, head = (one.double().requires_grad_() for one in (batch.hidden, batch.weight))
+    loss = torch.nn.functional.cross_entropy((hidden @ head.T)[mask], batch.target[mask])
+    loss.backward()
+    torch.testing.assert_close(got.loss.double(), loss.detach(), rtol=1e-6, atol=1e-6)
+    assert relative_error(got.grad_hidden, hidden.grad) < 1e-6
+    assert relative_error(got.grad_weight, head.grad) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["clip", "gspo"])
+def test_without_old_logprobs_every_ratio_is_exactly_one(name):
+    batch = make_batch(50, 77)
+    batch = replace(batch, inputs=replace(batch.inputs, old_logprob=None))
+    got = run(batch, CONFIGS[name], chunk_tokens=20)
+    metrics = dict(zip(METRICS, got.metrics.tolist(), strict=True))
+    assert metrics["ratio"] == metrics["tokens"] == int(batch.inputs.mask.sum())
+    assert metrics["ratio_max"] == 1 and metrics["clipped_high"] == metrics["clipped_low"] == 0
+    assert_matches(got, reference(batch, CONFIGS[name]), **EXACT)
+
+
+@pytest.mark.parametrize("name", ["clip", "gspo", "gmpo, entropy bonus"])
+@pytest.mark.parametrize("num_parts", [2, 4], ids="{} parts".format)
+def test_gradients_of_micro_batches_add_up_to_those_of_the_batch(name, num_parts):
+    batch = make_batch(80, 140)
+    bounds = torch.arange(0, 81, 10, dtype=torch.int32)
+    batch = replace(batch, inputs=replace(batch.inputs, cu_seqlens=bounds))
+    want = run(batch, CONFIGS[name])
+    loss, main_grad, grad_hidden = 0.0, torch.zeros_like(batch.weight), []
+    size = 80 // num_parts
+    for start in range(0, 80, size):
+        inputs = batch.inputs.map(lambda one, here=slice(start, start + size): one[here])
+        inputs = replace(inputs, cu_seqlens=bounds[: size // 10 + 1])
+        part = Batch(
+            batch.hidden[start : start + size], batch.weight, batch.target[start : start + size], inputs
+        )
+        got = run(part, CONFIGS[name], main_grad=main_grad, chunk_tokens=17)
+        loss += got.loss
+        grad_hidden.append(got.grad_hidden)
+    torch.testing.assert_close(loss, want.loss, rtol=1e-5, atol=1e-6)
+    assert relative_error(torch.cat(grad_hidden), want.grad_hidden) < 1e-5
+    assert relative_error(main_grad, want.grad_weight) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo, entropy bonus"])
+def test_sequences_longer_than_a_chunk_give_the_gradients_of_whole_ones(name):
+    batch = make_batch(120, 140)
+    # 40, 0, 0 (15 masked), 65 tokens: none fits in 5, so log-probs come first
+    split, whole = (run(batch, CONFIGS[name], chunk_tokens=size) for size in (5, 120))
+    assert_matches(split, whole, value_atol=1e-6, grad_rtol=1e-5)
+    # with a chunk's log-probs alone, ratios would differ between the chunks of a sequence
+    assert_matches(split, reference(batch, CONFIGS[name]), **EXACT)
+
+
+def test_masked_rows_hold_anything_and_get_exact_zeros():
+    batch = make_batch(60, 140)
+    masked = ~batch.inputs.mask
+    want = run(batch, CONFIGS["clip, kl"])
+    hidden = batch.hidden.clone()
+    hidden[masked] = torch.tensor([math.inf, -math.inf, math.nan, 1e38]).repeat(4)
+    target = batch.target.masked_fill(masked, -100)
+    junk = batch.inputs.map(lambda one: one if one.dtype == torch.bool else one.masked_fill(masked, math.nan))
+    got = run(Batch(hidden, batch.weight, target, junk), CONFIGS["clip, kl"])
+    for name in ("loss", "logprob", "entropy", "metrics", "grad_hidden", "grad_weight"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert got.grad_hidden[masked].abs().max() == 0
+    assert got.logprob[masked].abs().max() == got.entropy[masked].abs().max() == 0
+
+
+@pytest.mark.parametrize("junk", [1e4, math.inf, math.nan], ids="{}".format)
+@pytest.mark.parametrize("name", ["clip", "clip, entropy bonus"])
+def test_padded_rows_take_no_part_and_get_no_gradient(junk, name):
+    batch = make_batch(63, 148, valid_vocab=131)
+    batch.weight[131:] = junk
+    got = run(batch, CONFIGS[name], valid_vocab=131)
+    want = reference(replace(batch, weight=batch.weight[:131]), CONFIGS[name])
+    assert got.grad_weight[131:].abs().max() == 0
+    assert_matches(replace(got, grad_weight=got.grad_weight[:131]), want, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["clip", "clip, entropy bonus", "gspo"])
+@pytest.mark.parametrize("num_tokens", [0, 20], ids=["no tokens", "all masked"])
+def test_nothing_to_train_on_gives_zeros(name, num_tokens):
+    batch = make_batch(num_tokens, 33)
+    batch = replace(batch, inputs=replace(batch.inputs, mask=torch.zeros(num_tokens, dtype=torch.bool)))
+    got = run(batch, CONFIGS[name])
+    assert got.loss == 0 and got.metrics.abs().max() == 0
+    assert got.logprob.shape == got.entropy.shape == (num_tokens,)
+    assert got.grad_hidden.shape == (num_tokens, 16) and got.grad_weight.shape == (33, 16)
+    assert got.grad_hidden.abs().sum() == got.grad_weight.abs().sum() == got.logprob.abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", ["clip", "clip, entropy bonus"])
+def test_a_whole_block_of_minus_inf_logits_takes_no_part(name):
+    # the product of 1e30 and -1e30 is -inf in float32, for the first block of columns and a bit of the second
+    batch = make_batch(20, 9000)
+    hidden, weight = batch.hidden.clone(), batch.weight.clone()
+    hidden[:, 0], weight[:, 0] = 1e30, 0
+    weight[:4100, 0] = -1e30
+    target = 4100 + batch.target % 4900
+    got = run(Batch(hidden, weight, target, batch.inputs), CONFIGS[name])
+    # the definition, on columns that exist; hidden's first value reaches none of them
+    exact = Batch(hidden.clone(), weight[4100:], target - 4100, batch.inputs)
+    want = reference(exact, CONFIGS[name])
+    assert got.grad_weight[:4100].abs().max() == 0
+    assert torch.isfinite(got.grad_hidden).all()
+    assert relative_error(got.grad_hidden[:, 1:], want.grad_hidden[:, 1:]) < 5e-6
+    assert relative_error(got.grad_weight[4100:, 1:], want.grad_weight[:, 1:]) < 5e-6
+    torch.testing.assert_close(got.entropy.double(), want.entropy, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("old", ["given", None], ids="old logprobs {}".format)
+def test_target_with_minus_inf_logit_has_a_defined_loss_and_finite_gradients(old):
+    weight = torch.tensor([[-1e30, 0.0], [0.0, 1.0], [0.0, -1.0]])
+    hidden = torch.tensor([[1e30, 0.5], [1e30, 0.5]])
+    ones = torch.ones(2)
+    inputs = PolicyInputs(
+        advantage=ones, mask=ones.bool(), token_weight=ones, old_logprob=-ones if old else None
+    )
+    got = run(Batch(hidden, weight, torch.tensor([0, 1]), inputs), PPO)
+    assert got.logprob[0] == -math.inf and got.logprob[1] < 0
+    assert torch.isfinite(got.loss) and torch.isfinite(got.entropy).all()
+    assert torch.isfinite(got.grad_hidden).all() and torch.isfinite(got.grad_weight).all()
+
+
+@pytest.mark.parametrize("offset", [-1e4, -300.0, 300.0, 1e4], ids="offset{:g}".format)
+def test_offset_shared_by_all_logits_changes_nothing(offset):
+    # every number here is exact in float32, so the offset alone could do harm
+    weight = torch.tensor([[0.0, 1.0], [1.0, 1.0], [3.0, 1.0], [-2.0, 1.0], [0.5, 1.0]])
+    hidden = torch.tensor([[1.0, 0.0], [2.0, 0.0], [-1.0, 0.0]])
+    batch = make_batch(3, 5, hidden_size=2)
+    moved = hidden + torch.tensor([0.0, offset])
+    here, there = (
+        run(replace(batch, hidden=one, weight=weight), CONFIGS["clip, entropy bonus"])
+        for one in (hidden, moved)
+    )
+    torch.testing.assert_close(there.logprob, here.logprob, rtol=0, atol=1e-6)
+    torch.testing.assert_close(there.entropy, here.entropy, rtol=0, atol=1e-6)
+    torch.testing.assert_close(there.grad_weight[:, 0], here.grad_weight[:, 0], rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_of_logits_adds_up_to_zero_over_the_vocabulary():
+    # row i of hidden picks column i of weight, so column i of its gradient is the gradient of the logits of token i
+    batch = make_batch(24, 5000, hidden_size=24)
+    batch = replace(batch, hidden=torch.eye(24))
+    got = run(batch, CONFIGS["clip, entropy bonus"])
+    assert got.grad_weight.abs().max() > 1e-3
+    # float32 sums of numbers of at most 0.1
+    assert got.grad_weight.sum(0).abs().max() < 2e-6
+
+
+def test_target_that_no_shard_owns_is_nan_and_not_a_loss_that_looks_right():
+    batch = make_batch(5, 9)
+    batch.target[0] = 9
+    assert torch.isnan(run(batch, PPO).loss)
+
+
+def test_bf16_inputs_are_multiplied_and_summed_in_float32():
+    batch = make_batch(300, 4200, dtype=torch.bfloat16)
+    got = run(batch, CONFIGS["clip, entropy bonus"], chunk_tokens=17)
+    assert got.logprob.dtype == got.entropy.dtype == got.loss.dtype == torch.float32
+    assert got.grad_hidden.dtype == got.grad_weight.dtype == torch.bfloat16
+    # one rounding to bf16 (2^-9) of each gradient, however many chunks added up to it
+    assert_matches(got, reference(batch, CONFIGS["clip, entropy bonus"]), value_atol=2e-5, grad_rtol=2e-3)
+
+
+def test_strided_inputs_are_read_correctly():
+    batch = make_batch(64, 40, hidden_size=32)
+    inputs = replace(batch.inputs.map(lambda one: one[1:]), cu_seqlens=None)
+    strided = Batch(batch.hidden[1:, ::2], batch.weight[:, ::2], batch.target[1:], inputs)
+    assert_matches(run(strided, PPO, chunk_tokens=9), reference(strided, PPO), **EXACT)
+
+
+def test_runs_are_equal_bit_by_bit_and_leave_their_inputs_alone():
+    batch = make_batch(63, 4200)
+    copies = [one.clone() for one in (batch.hidden, batch.weight, batch.target, batch.inputs.token_weight)]
+    first, second = (run(batch, CONFIGS["clip, entropy bonus"], chunk_tokens=20) for _ in range(2))
+    for name in ("loss", "logprob", "entropy", "metrics", "grad_hidden", "grad_weight"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+    for one, copy in zip(
+        (batch.hidden, batch.weight, batch.target, batch.inputs.token_weight), copies, strict=True
+    ):
+        assert torch.equal(one, copy)
+
+
+@pytest.mark.parametrize("upstream", [0.0, -2.5, 1024.0], ids="g{:g}".format)
+def test_upstream_gradient_multiplies_once(upstream):
+    batch = make_batch(40, 60)
+    one, scaled = run(batch, PPO), run(batch, PPO, upstream=upstream)
+    torch.testing.assert_close(scaled.grad_hidden, one.grad_hidden * upstream, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scaled.grad_weight, one.grad_weight * upstream, rtol=1e-6, atol=0)
+
+
+def _leaves(batch: Batch) -> tuple[Tensor, Tensor]:
+    return batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
+
+
+@pytest.mark.parametrize("with_main_grad", [False, True], ids=["own gradient", "main_grad"])
+def test_second_backward_raises_and_changes_nothing(with_main_grad):
+    batch = make_batch(40, 60)
+    hidden, weight = _leaves(batch)
+    main_grad = torch.zeros_like(batch.weight) if with_main_grad else None
+    loss = linear_policy_loss(hidden, weight, batch.target, batch.inputs, PPO, main_grad=main_grad).loss
+    loss.backward(retain_graph=True)
+    kept = hidden.grad.clone(), (main_grad if with_main_grad else weight.grad).clone()
+    with pytest.raises(RuntimeError, match="backward ran a second time"):
+        loss.backward()
+    assert torch.equal(hidden.grad, kept[0])
+    assert torch.equal(main_grad if with_main_grad else weight.grad, kept[1])
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 8.0, torch.tensor(-0.5)], ids=["1", "8", "tensor"])
+def test_main_grad_gets_the_scaled_gradient_on_top_of_what_it_holds(loss_scale):
+    batch = make_batch(40, 60)
+    want = run(batch, PPO, upstream=float(loss_scale))
+    main_grad = torch.randn(batch.weight.shape, generator=torch.Generator().manual_seed(3))
+    before = main_grad.clone()
+    got = run(
+        batch, PPO, upstream=float(loss_scale), main_grad=main_grad, loss_scale=loss_scale, chunk_tokens=11
+    )
+    assert got.grad_weight is None
+    # float32 numbers of size 1 hold sums with gradients of size 1e-2
+    assert relative_error(main_grad - before, want.grad_weight) < 2e-5
+    assert relative_error(got.grad_hidden, want.grad_hidden) < 2e-6
+    assert got.loss == want.loss
+
+
+def test_upstream_gradient_that_is_not_the_announced_one_raises():
+    batch = make_batch(40, 60)
+    with pytest.raises(RuntimeError, match=r"upstream gradient 2.*loss_scale = 1"):
+        run(batch, PPO, upstream=2.0, main_grad=torch.zeros_like(batch.weight))
+
+
+def test_main_grad_is_not_touched_without_gradients(recwarn):
+    batch = make_batch(40, 60)
+    hidden, weight = _leaves(batch)
+    main_grad = torch.zeros_like(batch.weight)
+    with torch.no_grad():
+        quiet = linear_policy_loss(hidden, weight, batch.target, batch.inputs, PPO, main_grad=main_grad)
+    frozen = linear_policy_loss(hidden, batch.weight, batch.target, batch.inputs, PPO, main_grad=main_grad)
+    frozen.loss.backward()
+    assert not quiet.loss.requires_grad and quiet.loss == frozen.loss.detach()
+    assert torch.equal(hidden.grad, run(batch, PPO).grad_hidden)
+    assert main_grad.abs().max() == 0
+    assert not recwarn.list
+
+
+def test_loss_dropped_without_backward_says_that_main_grad_holds_its_gradient():
+    batch = make_batch(40, 60)
+    hidden, weight = _leaves(batch)
+    main_grad = torch.zeros_like(batch.weight)
+    with pytest.warns(RuntimeWarning, match="whose backward never ran"):
+        linear_policy_loss(hidden, weight, batch.target, batch.inputs, PPO, main_grad=main_grad)
+
+
+def test_frozen_hidden_states_leave_the_gradient_of_the_head_as_it_is():
+    batch = make_batch(40, 60)
+    weight = batch.weight.clone().requires_grad_()
+    linear_policy_loss(batch.hidden, weight, batch.target, batch.inputs, PPO).loss.backward()
+    assert torch.equal(weight.grad, run(batch, PPO).grad_weight)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Remembers the largest storage that any operator returned while active, in elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return out
+
+
+@pytest.mark.parametrize("name", ["clip", "clip, entropy bonus", "gspo"])
+def test_no_tensor_is_larger_than_one_chunk_of_logits(name):
+    batch = make_batch(2048, 1000, hidden_size=8)
+    with _LargestTensor() as largest:
+        run(batch, CONFIGS[name], chunk_tokens=64)
+    assert largest.elements <= 64 * 1000
+    # the instrument does see what the definition materialises
+    with _LargestTensor() as largest:
+        run(batch, CONFIGS[name], impl="reference")
+    assert largest.elements == int(batch.inputs.mask.sum()) * 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"hidden": torch.zeros(3, 5)}, ValueError, "H of hidden and weight"),
+        ({"target": torch.zeros(4, dtype=torch.int64)}, ValueError, "N of hidden and target"),
+        ({"target": torch.zeros(3)}, TypeError, "must be torch.int64"),
+        ({"weight": torch.zeros(7, 16, dtype=torch.bfloat16)}, TypeError, "same one of"),
+        ({"temperature": 0.0}, ValueError, "temperature = 0.0"),
+        ({"temperature": torch.ones(2)}, TypeError, r"temperature \(2,\)"),
+        ({"chunk_tokens": 0}, ValueError, "chunk_tokens = 0"),
+        ({"valid_vocab": 5, "vocab_start": 5}, ValueError, "no real row"),
+        ({"main_grad": torch.zeros(7, 15)}, ValueError, "main_grad"),
+        ({"main_grad": torch.zeros(7, 16, dtype=torch.bfloat16)}, ValueError, "main_grad"),
+        ({"loss_scale": 2.0}, ValueError, "loss_scale = 2.0 without main_grad"),
+        ({"impl": "reference", "vocab_start": 1}, ValueError, "takes the whole head"),
+        ({"config": CONFIGS["gspo"]}, ValueError, "cu_seqlens"),
+        ({"advantage": torch.zeros(4)}, ValueError, "inputs.advantage"),
+        ({"mask": torch.ones(3)}, TypeError, "inputs.mask"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_that_do_not_fit_are_named(change, error, words):
+    batch = make_batch(3, 7)
+    inputs = replace(batch.inputs, cu_seqlens=None)
+    for name in ("advantage", "mask"):
+        if name in change:
+            change = dict(change)
+            inputs = replace(inputs, **{name: change.pop(name)})
+    arguments = {
+        "hidden": batch.hidden,
+        "weight": batch.weight,
+        "target": batch.target,
+        "inputs": inputs,
+        "config": PolicyLossConfig(surrogate="clip"),
+    }
+    with pytest.raises(error, match=words):
+        linear_policy_loss(**(arguments | change))
