@@ -37,11 +37,9 @@ def sequence_log_ratio_kernel(
         token = (start + lanes).to(tl.int64)
         inside = token < end
         kept = tl.load(mask_ptr + token, mask=inside, other=0) != 0
-        log_ratio = tl.load(logprob_ptr + token, mask=kept, other=0.0).to(tl.float32) - tl.load(
-            old_ptr + token, mask=kept, other=0.0
-        ).to(tl.float32)
+        log_ratio = _selected(logprob_ptr, token, inside, kept) - _selected(old_ptr, token, inside, kept)
         if CLIP:
-            advantage = tl.load(advantage_ptr + token, mask=kept, other=0.0).to(tl.float32)
+            advantage = _selected(advantage_ptr, token, inside, kept)
             log_ratio = tl.where((advantage > 0) & (log_ratio > upper), upper, log_ratio)
             log_ratio = tl.where((advantage < 0) & (log_ratio < lower), lower, log_ratio)
         total += log_ratio
@@ -91,17 +89,16 @@ def policy_loss_kernel(
     block = tl.program_id(0).to(tl.int64)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
-    # masked tokens are not even read, so nothing they hold can matter
     kept = tl.load(mask_ptr + token, mask=inside, other=0) != 0
-    logprob = tl.load(logprob_ptr + token, mask=kept, other=0.0).to(tl.float32)
-    old = tl.load(old_ptr + token, mask=kept, other=0.0).to(tl.float32)
-    advantage = tl.load(advantage_ptr + token, mask=kept, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + token, mask=kept, other=0.0).to(tl.float32)
+    logprob = _selected(logprob_ptr, token, inside, kept)
+    old = _selected(old_ptr, token, inside, kept)
+    advantage = _selected(advantage_ptr, token, inside, kept)
+    weight = _selected(weight_ptr, token, inside, kept)
     log_ratio = _clamped(logprob - old, MAX_LOG_RATIO)
     token_ratio = tl.exp(log_ratio)
     ratio = token_ratio
     if sequence_ptr is not None:
-        shared = tl.load(sequence_ptr + token, mask=kept, other=0.0).to(tl.float32)
+        shared = _selected(sequence_ptr, token, inside, kept)
         ratio = tl.exp(_clamped(shared, MAX_LOG_RATIO))
     if (SURROGATE == "clip") | (SURROGATE == "gspo"):
         is_high = (advantage > 0) & (ratio > upper)
@@ -125,24 +122,24 @@ def policy_loss_kernel(
         value = slope * logprob
     pull = -weight * advantage
     if correction_ptr is not None:
-        pull *= tl.load(correction_ptr + token, mask=kept, other=0.0).to(tl.float32)
+        pull *= _selected(correction_ptr, token, inside, kept)
     loss = pull * value
     grad = pull * slope
     if ref_ptr is not None:
-        gap = _clamped(tl.load(ref_ptr + token, mask=kept, other=0.0).to(tl.float32) - logprob, MAX_LOG_RATIO)
+        gap = _clamped(_selected(ref_ptr, token, inside, kept) - logprob, MAX_LOG_RATIO)
         kl, kl_slope = _kl(gap, token_ratio, KL)
         _store_sum(part_ptr, 9, block, kl)
         if KL != "none":
             loss += kl_coefficient * weight * kl
             grad += kl_coefficient * weight * kl_slope
     if entropy_ptr is not None:
-        entropy = tl.load(entropy_ptr + token, mask=kept, other=0.0).to(tl.float32)
+        entropy = _selected(entropy_ptr, token, inside, kept)
         _store_sum(part_ptr, 10, block, entropy)
         if grad_entropy_ptr is not None:
             loss -= entropy_coefficient * weight * entropy
             tl.store(grad_entropy_ptr + token, -entropy_coefficient * weight, mask=inside)
     if nll_weight_ptr is not None:
-        nll_weight = tl.load(nll_weight_ptr + token, mask=kept, other=0.0).to(tl.float32)
+        nll_weight = _selected(nll_weight_ptr, token, inside, kept)
         nll = tl.where(nll_weight != 0, -logprob, 0.0)
         loss += nll_weight * nll
         grad -= nll_weight
@@ -184,6 +181,12 @@ def merge_parts_kernel(
         tl.store(out_ptr + row, tl.max(total, axis=0))
     else:
         tl.store(out_ptr + row, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _selected(ptr, token, inside, kept):
+    """0 where masked, whatever is there. Loads depend on `inside` alone, so that they are 16 bytes wide."""
+    return tl.where(kept, tl.load(ptr + token, mask=inside, other=0.0).to(tl.float32), 0.0)
 
 
 @triton.jit
