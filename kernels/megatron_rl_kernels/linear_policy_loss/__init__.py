@@ -6,6 +6,8 @@ next one starts. `reference` defines the op, `portable` runs it on any device, `
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,13 +17,13 @@ from megatron_rl_kernels.linear_policy_loss.autograd import LinearPolicyLossFunc
 from megatron_rl_kernels.linear_policy_loss.checks import check_arguments, check_reference, real_rows
 from megatron_rl_kernels.linear_policy_loss.portable import PortableHead, default_chunk_tokens
 from megatron_rl_kernels.linear_policy_loss.reference import linear_policy_loss_reference
-from megatron_rl_kernels.linear_policy_loss.run import Call
+from megatron_rl_kernels.linear_policy_loss.run import Call, ChunkHead
 from megatron_rl_kernels.linear_policy_loss.types import LinearPolicyLoss, PolicyInputs
 from megatron_rl_kernels.policy_loss import PolicyLossConfig
 
 __all__ = ["LinearPolicyLoss", "PolicyInputs", "linear_policy_loss", "linear_policy_loss_reference"]
 
-_OFFERED: tuple[Impl, ...] = ("reference", "portable")
+_OFFERED: tuple[Impl, ...] = ("reference", "portable", "triton")
 
 
 def linear_policy_loss(
@@ -88,8 +90,7 @@ def linear_policy_loss(
         return linear_policy_loss_reference(
             hidden, weight, target, inputs, config, temperature=temperature, valid_vocab=valid_vocab
         )
-    if chunk_tokens is None:
-        chunk_tokens = default_chunk_tokens(num_rows, torch.promote_types(hidden.dtype, torch.float32))
+    build_head, default_tokens = _head_of(chosen, hidden, weight, num_rows)
     call = Call(
         inputs=inputs,
         config=config,
@@ -100,8 +101,21 @@ def linear_policy_loss(
         sequence_parallel=sequence_parallel,
         main_grad=main_grad,
         loss_scale=loss_scale,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=default_tokens if chunk_tokens is None else chunk_tokens,
         records=torch.is_grad_enabled(),
-        build_head=PortableHead,
+        build_head=build_head,
     )
     return LinearPolicyLoss(*LinearPolicyLossFunction.apply(hidden, weight, target, call))
+
+
+def _head_of(
+    impl: Impl, hidden: Tensor, weight: Tensor, num_rows: int
+) -> tuple[Callable[..., ChunkHead], int]:
+    """What makes the logits, and how many tokens it takes at once by default."""
+    if impl == "portable":
+        return PortableHead, default_chunk_tokens(num_rows, torch.promote_types(hidden.dtype, torch.float32))
+    # triton is heavy, and only this implementation needs it
+    from megatron_rl_kernels.linear_policy_loss.triton_op import CHUNK_TOKENS, TritonHead, check_layout
+
+    check_layout(hidden, weight)
+    return TritonHead, CHUNK_TOKENS

@@ -114,15 +114,24 @@ def _check_inputs(inputs: PolicyInputs, target: Tensor, is_sequence_level: bool)
             raise TypeError(f"{OP}: inputs.mask of {tensor.dtype}, must be torch.bool")
         if field.name != "mask" and not tensor.dtype.is_floating_point:
             raise TypeError(f"{OP}: inputs.{field.name} of {tensor.dtype}, must be floating point")
-    bounds = inputs.cu_seqlens
-    if is_sequence_level and bounds is None:
+    if is_sequence_level:
+        _check_sequences(inputs.cu_seqlens, len(target))
+
+
+def _check_sequences(bounds: Tensor | None, num_tokens: int) -> None:
+    if bounds is None:
         raise ValueError(f"{OP}: this surrogate is per sequence; pass inputs.cu_seqlens [S + 1] int32")
-    if bounds is not None and (
-        bounds.ndim != 1 or len(bounds) == 0 or bounds.dtype not in (torch.int32, torch.int64)
-    ):
+    if bounds.ndim != 1 or len(bounds) == 0 or bounds.dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"{OP}: inputs.cu_seqlens {tuple(bounds.shape)} of {bounds.dtype}, must be [S + 1] of int32 or int64"
         )
+    # reading it on a device would wait for that device; there the caller answers for it
+    if bounds.device.type == "cpu":
+        first, last = int(bounds[0]), int(bounds[-1])
+        if first != 0 or last != num_tokens or bool((bounds.diff() < 0).any()):
+            raise ValueError(
+                f"{OP}: inputs.cu_seqlens runs from {first} to {last}, must rise from 0 to N = {num_tokens}"
+            )
 
 
 def _check_main_grad(weight: Tensor, main_grad: Tensor | None, loss_scale: float | Tensor) -> None:

@@ -58,5 +58,5 @@ def _policy_loss(
         ref_logprob=inputs.ref_logprob,
         correction=inputs.correction,
         nll_weight=inputs.nll_weight,
-        cu_seqlens=inputs.cu_seqlens if config.is_sequence_level else None,
+        cu_seqlens=inputs.cu_seqlens,
     )

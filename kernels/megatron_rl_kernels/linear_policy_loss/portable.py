@@ -11,7 +11,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_rl_kernels.linear_policy_loss.merge import merge_blocks
+from megatron_rl_kernels.linear_logprob.stats import (
+    MOMENT,
+    OWNERS,
+    SUM,
+    TARGET,
+    TOP,
+    base_of,
+    empty_part,
+    merge_parts,
+)
 from megatron_rl_kernels.linear_policy_loss.types import TokenValues
 
 # columns of a block: 256 tokens of them in float32 are 4 MiB, between a core's second and third level cache
@@ -54,7 +63,7 @@ class PortableHead:
         self._kept = weight.new_empty(chunk_tokens * (num_rows if keep else width), dtype=self._dtype)
 
     def statistics(self, chunk: Tensor, column: Tensor, temperature: float | Tensor) -> Tensor:
-        """[5, n] statistics of this shard as `merge_shards` takes them.
+        """[5, n] statistics of this shard, see linear_logprob/stats.py.
 
         chunk [n, H] hidden states; column [n]: the target's row of `weight`, if it has one; temperature [n] or float.
         """
@@ -69,9 +78,11 @@ class PortableHead:
             logits, exp = (spare, kept) if self._keeps_exp else (kept, spare)
             torch.mm(self._chunk, self._rows(rows).T, out=logits)
             _block_statistics(logits, exp, column - rows.start, out)
-            torch.sum(spare.mul_(kept), dim=1, out=out[2])
-        self._bases = list(stats[:, 0])
-        return merge_blocks(stats)
+            torch.sum(spare.mul_(kept), dim=1, out=out[MOMENT])
+        self._tops = list(stats[:, TOP])
+        if not blocks:
+            return empty_part(chunk.shape[0], dtype=self._dtype, device=chunk.device)
+        return merge_parts(stats)
 
     def gradients(
         self,
@@ -93,7 +104,7 @@ class PortableHead:
         for index in reversed(range(len(blocks))):
             rows = blocks[index]
             kept, spare = self._buffers(rows)
-            self._to_gradient(kept, spare, self._bases[index], grad, grad_entropy, values)
+            self._to_gradient(kept, spare, self._tops[index], grad, grad_entropy, values)
             _add_at_target(kept, self._column - rows.start, grad)
             if grad_chunk is not None:
                 grad_chunk.addmm_(kept, self._rows(rows), beta=int(index < len(blocks) - 1))
@@ -108,13 +119,13 @@ class PortableHead:
         self,
         kept: Tensor,
         spare: Tensor,
-        base: Tensor,
+        top: Tensor,
         grad: Tensor,
         grad_entropy: Tensor | None,
         values: TokenValues,
     ) -> None:
         """d loss / d scaled logits in place, but for the `grad` that the target's column gets on top."""
-        shift = torch.where(base == float("-inf"), 0.0, base - values.top) - values.log_sum
+        shift = base_of(top) - values.top - values.log_sum
         if grad_entropy is None:
             kept.mul_((shift.exp() * -grad)[:, None])
             return
@@ -140,16 +151,15 @@ class PortableHead:
 
 
 def _block_statistics(logits: Tensor, exp: Tensor, column: Tensor, out: Tensor) -> None:
-    """Fill rows 0, 1, 3, 4 of `out` [5, n]; `logits` [n, b] become relative to their maximum, `exp` their exp."""
-    torch.amax(logits, dim=1, out=out[0])
-    base = torch.where(out[0] == float("-inf"), 0.0, out[0])
-    logits.sub_(base[:, None])
+    """Fill `out` [5, n] but for MOMENT; `logits` [n, b] become relative to their maximum, `exp` their exp."""
+    torch.amax(logits, dim=1, out=out[TOP])
+    logits.sub_(base_of(out[TOP])[:, None])
     owned = (column >= 0) & (column < logits.shape[1])
     at_target = logits.gather(1, column.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
-    out[3] = torch.where(owned, at_target, 0.0)
-    out[4] = owned
+    out[TARGET] = torch.where(owned, at_target, 0.0)
+    out[OWNERS] = owned
     torch.exp(logits.clamp_(min=_LOWEST), out=exp)
-    torch.sum(exp, dim=1, out=out[1])
+    torch.sum(exp, dim=1, out=out[SUM])
 
 
 def _add_at_target(grad_logits: Tensor, column: Tensor, grad: Tensor) -> None:

@@ -6,15 +6,15 @@ A chunk's logits become its gradient before the next chunk starts, so that three
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl_kernels.linear_logprob.stats import SUM, TOP, base_of, merge_over_group, outcome
 from megatron_rl_kernels.linear_policy_loss.chunks import Chunk, keep_trained, plan_sequences, plan_tokens
-from megatron_rl_kernels.linear_policy_loss.merge import is_shared, merge_shards
 from megatron_rl_kernels.linear_policy_loss.objective import Objective
 from megatron_rl_kernels.linear_policy_loss.types import LinearPolicyLoss, PolicyInputs, TokenValues
 from megatron_rl_kernels.policy_loss import PolicyLoss, PolicyLossConfig
@@ -69,7 +69,8 @@ def run(
     hidden: Tensor, weight: Tensor, target: Tensor, call: Call, *, want_hidden: bool, want_weight: bool
 ) -> tuple[LinearPolicyLoss, Gradients]:
     """Values of all N tokens and, where wanted, gradients. See `linear_policy_loss` for shapes."""
-    index, inputs = keep_trained(call.inputs, torch.promote_types(hidden.dtype, torch.float32))
+    given = call.inputs if call.config.is_sequence_level else replace(call.inputs, cu_seqlens=None)
+    index, inputs = keep_trained(given, torch.promote_types(hidden.dtype, torch.float32))
     objective = Objective(inputs, call.config)
     chunks, are_whole = _plan(len(index), inputs, call)
     passes = _Passes(hidden, weight, target, index, call, want_hidden=want_hidden, want_weight=want_weight)
@@ -93,7 +94,7 @@ def run(
 
 def _plan(num_tokens: int, inputs: PolicyInputs, call: Call) -> tuple[list[Chunk], bool]:
     """Chunks, and whether each has all that its gradients depend on: else all log-probs must be known first."""
-    if call.config.is_sequence_level and inputs.cu_seqlens is not None:
+    if inputs.cu_seqlens is not None:
         whole = plan_sequences(inputs.cu_seqlens.tolist(), call.chunk_tokens)
         return (plan_tokens(num_tokens, call.chunk_tokens), False) if whole is None else (whole, True)
     return plan_tokens(num_tokens, call.chunk_tokens), True
@@ -144,7 +145,7 @@ class _Passes:
             self._column[tokens],
             temperature[tokens] if isinstance(temperature, Tensor) else temperature,
         )
-        values = merge_shards(stats, self._call.group)
+        values = _token_values(stats, self._call.group)
         self.logprob[tokens], self.entropy[tokens] = values.logprob, values.entropy
         return values
 
@@ -164,7 +165,7 @@ class _Passes:
             is_first=self._is_first,
         )
         self._is_first = False
-        if grad_chunk is not None and not call.sequence_parallel and is_shared(call.group, grad_chunk):
+        if grad_chunk is not None and not call.sequence_parallel and _is_shared(call.group):
             # each shard has a part of the sum over the vocabulary; it travels while the next chunk computes
             self._exchanges.append(dist.all_reduce(grad_chunk, group=call.group, async_op=True))
 
@@ -198,9 +199,21 @@ class _Passes:
         return grad
 
 
+def _token_values(stats: Tensor, group: dist.ProcessGroup | None) -> TokenValues:
+    """From the statistics [5, n] of this shard; n is above 0 and the same on all ranks."""
+    if _is_shared(group):
+        stats = merge_over_group(stats, group)
+    result = outcome(stats)
+    return TokenValues(result.logprob, result.entropy, base_of(stats[TOP]), stats[SUM].log())
+
+
+def _is_shared(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
+    return group is not None and group.size() > 1
+
+
 def _gathered(hidden: Tensor, call: Call) -> Tensor:
     """[N / tp, H] of each rank -> [N, H] in rank order."""
-    if call.group is None or call.group.size() == 1:
+    if not _is_shared(call.group):
         return hidden
     every = hidden.new_empty((hidden.shape[0] * call.group.size(), hidden.shape[1]))
     if every.numel():
@@ -210,7 +223,7 @@ def _gathered(hidden: Tensor, call: Call) -> Tensor:
 
 def _scattered(grad: Tensor, call: Call) -> Tensor:
     """[N, H], a part of the sum on each rank -> the sum of this rank's [N / tp, H]."""
-    if call.group is None or call.group.size() == 1:
+    if not _is_shared(call.group):
         return grad
     own = grad.new_empty((grad.shape[0] // call.group.size(), grad.shape[1]))
     if own.numel():
