@@ -44,18 +44,7 @@ def row_values(logits: Tensor, target: Tensor, shard: Shard) -> RowValues:
 
     Raises TypeError for logits that are neither float32 nor bfloat16, ValueError for strided columns.
     """
-    _check(logits)
-    stats = torch.empty((5, len(target)), dtype=torch.float32, device=logits.device)
-    target = target.contiguous()
-    native.call(
-        _library(logits.device),
-        "mrl_row_statistics",
-        logits.device,
-        ctypes.byref(_inputs(logits, target, shard)),
-        ctypes.c_int(logits.dtype == torch.bfloat16),
-        native.address(stats),
-    )
-    return _merged(_gathered(stats, shard), shard)
+    return _merged(_gathered(_row_statistics(logits, target, shard), shard), shard)
 
 
 def write_gradients(
@@ -89,6 +78,22 @@ def write_gradients(
     )
     # autograd must see that what others may have saved is gone
     torch.autograd.graph.increment_version(out)
+
+
+def _row_statistics(logits: Tensor, target: Tensor, shard: Shard) -> Tensor:
+    """[5, N] of this shard: maximum, and relative to it sums of exp, of exp times logit, target logit, ownership."""
+    _check(logits)
+    stats = torch.empty((5, len(target)), dtype=torch.float32, device=logits.device)
+    target = target.contiguous()
+    native.call(
+        _library(logits.device),
+        "mrl_row_statistics",
+        logits.device,
+        ctypes.byref(_inputs(logits, target, shard)),
+        ctypes.c_int(logits.dtype == torch.bfloat16),
+        native.address(stats),
+    )
+    return stats
 
 
 def _gathered(stats: Tensor, shard: Shard) -> Tensor:
