@@ -356,11 +356,11 @@ def random_inputs(num_tokens, *, dtype=torch.float32, seed=0, masked=0.3):
         "logprob": logprob - 2,
         "old_logprob": logprob - 2 + 0.3 * old,
         "advantage": torch.where(torch.arange(num_tokens) % 7 == 3, 0.0, advantage),
-        "token_weight": weight.abs() / num_tokens,
+        "token_weight": weight.abs() / max(num_tokens, 1),
         "entropy": entropy.abs(),
         "ref_logprob": logprob - 2 + 0.5 * ref,
         "correction": correction.abs(),
-        "nll_weight": torch.where(advantage > 0.5, 0.1 / num_tokens, 0.0),
+        "nll_weight": torch.where(advantage > 0.5, 0.1 / max(num_tokens, 1), 0.0),
     }
     poison = torch.tensor([math.nan, math.inf, -math.inf, 3e38]).repeat(num_tokens // 4 + 1)[:num_tokens]
     tensors = {name: torch.where(mask, one, poison).to(dtype) for name, one in tensors.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 Surrogate = Literal["reinforce", "weighted", "clip", "cispo", "sapo", "topr", "gspo", "gmpo"]
 KlEstimator = Literal["none", "k1", "k2", "k3", "k3_straight_through", "k3_unbiased"]
@@ -49,6 +49,11 @@ class PolicyLossConfig:
     entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
+        for name, kinds in (("surrogate", get_args(Surrogate)), ("kl", get_args(KlEstimator))):
+            if getattr(self, name) not in kinds:
+                raise ValueError(
+                    f"policy_loss: {name} = {getattr(self, name)!r}, must be one of {', '.join(kinds)}"
+                )
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, float) and not math.isfinite(value):
@@ -57,6 +62,7 @@ class PolicyLossConfig:
             raise ValueError(f"policy_loss: low = {self.low}, high = {self.high}, neither may be negative")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"policy_loss: dual_clip = {self.dual_clip}, must be above 1; None disables it")
+        self._check_unread()
         if self.tau_positive <= 0 or self.tau_negative <= 0:
             raise ValueError(
                 f"policy_loss: tau_positive = {self.tau_positive}, tau_negative = {self.tau_negative}, must be above 0"
@@ -65,6 +71,20 @@ class PolicyLossConfig:
             raise ValueError(
                 f"policy_loss: kl = {self.kl!r} with kl_coefficient = {self.kl_coefficient}; set both or neither"
             )
+
+    def _check_unread(self) -> None:
+        """Raise for a field that the surrogate does not read: it would be ignored in silence."""
+        if self.cispo_mask and self.surrogate != "cispo":
+            raise ValueError(f"policy_loss: cispo_mask means nothing for {self.surrogate!r}; leave it out")
+        if self.surrogate in ("clip", "gspo"):
+            return
+        unset = {"value_low": 1.0, "value_high": 1.0, "grad_low": 0.0, "grad_high": 0.0, "dual_clip": None}
+        for name, default in unset.items():
+            value = getattr(self, name)
+            if value != default:
+                raise ValueError(
+                    f"policy_loss: {name} = {value} means nothing for {self.surrogate!r}; leave it out"
+                )
 
     @property
     def is_sequence_level(self) -> bool:
