@@ -114,7 +114,7 @@ def _gathered(stats: Tensor, shard: Shard) -> Tensor:
         return stats[None]
     assert shard.group is not None
     parts = stats.new_empty((shard.group.size(), *stats.shape))
-    dist.all_gather_into_tensor(parts, stats, group=shard.group)
+    dist.all_gather(list(parts), stats, group=shard.group)
     return parts
 
 

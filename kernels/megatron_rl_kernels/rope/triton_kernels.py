@@ -1,0 +1,53 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The kernel of `rope`: all heads of a token share one read of its angles; backward is the same kernel, turned back."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rope_kernel(
+    x_ptr,  # [T, heads, D] bf16/f16/f32, strides `token_stride`, `head_stride`, 1, read only
+    cos_ptr,  # [T, R / 2] dtype of x, contiguous, read only
+    sin_ptr,  # [T, R / 2] dtype of x, contiguous, read only
+    out_ptr,  # [T, heads, D] dtype of x, contiguous, written
+    heads,
+    head_dim,  # D
+    half,  # R / 2
+    token_stride,
+    head_stride,
+    INTERLEAVED: tl.constexpr,
+    BACK: tl.constexpr,
+    PASSES: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """HEADS heads of one token. PASSES: the features from R on, BLOCK of them, are copied. BACK: the other way."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, PAIRS)
+    cos = tl.load(cos_ptr + token * half + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * half + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    if BACK:
+        sin = -sin
+    inside = (head < heads) & (pair < half)[None, :]
+    if INTERLEAVED:
+        feature = 2 * pair[None, :]
+        partner = feature + 1
+    else:
+        feature = pair[None, :]
+        partner = feature + half
+    x_ptr += token * token_stride + head.to(tl.int64) * head_stride
+    out_ptr += token * heads * head_dim + head * head_dim
+    first = tl.load(x_ptr + feature, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + partner, mask=inside, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    tl.store(out_ptr + feature, (first * cos - second * sin).to(dtype), mask=inside)
+    tl.store(out_ptr + partner, (second * cos + first * sin).to(dtype), mask=inside)
+    if PASSES:
+        rest = 2 * half + tl.arange(0, BLOCK)[None, :]
+        inside = (head < heads) & (rest < head_dim)
+        tl.store(out_ptr + rest, tl.load(x_ptr + rest, mask=inside, other=0.0), mask=inside)
