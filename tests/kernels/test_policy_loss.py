@@ -150,6 +150,53 @@ def test_loss_and_gradient_equal_autograd_of_the_published_form(impl, name):
     assert got.grad_entropy is None
 
 
+# settings of published runs: what f (the loss is -A f) and its gradient weight are at a ratio, for A > 0 and A < 0
+DAPO = {"low": 0.2, "high": 0.28, "dual_clip": 10.0}
+KLEAR = DAPO | {"grad_low": 1.0, "grad_high": 1.0}
+LOG_HALF, LOG_TWO, LOG_TWELVE = math.log(0.5), math.log(2.0), math.log(12.0)
+RUNS = [
+    ("clip", DAPO, LOG_TWO, (1.28, 0.0), (2.0, 2.0)),
+    ("clip", DAPO, LOG_HALF, (0.5, 0.5), (0.8, 0.0)),
+    ("clip", DAPO, LOG_TWELVE, (1.28, 0.0), (10.0, 0.0)),
+    ("clip", KLEAR, LOG_TWO, (1.28, 1.28), (2.0, 2.0)),
+    ("clip", KLEAR, LOG_HALF, (0.5, 0.5), (0.8, 0.8)),
+    ("clip", KLEAR, LOG_TWELVE, (1.28, 1.28), (10.0, 0.0)),
+    ("gspo", {"low": 3e-4, "high": 4e-4}, math.log(1.0005), (1.0004, 0.0), (1.0005, 1.0005)),
+    ("gspo", {"low": 3e-4, "high": 4e-4}, math.log(0.9996), (0.9996, 0.9996), (0.9997, 0.0)),
+    ("gmpo", {"low": 0.4, "high": 0.4}, 0.5, (math.exp(0.4), 0.0), (math.exp(0.5),) * 2),
+    ("gmpo", {"low": 0.4, "high": 0.4}, -0.5, (math.exp(-0.5),) * 2, (math.exp(-0.4), 0.0)),
+    # no lower bound; 5 is the upper bound itself
+    ("cispo", {"low": 1.0, "high": 4.0}, LOG_TWELVE, (5.0 * -1.5, 5.0), (5.0 * -1.5, 5.0)),
+    ("cispo", {"low": 1.0, "high": 4.0}, LOG_HALF, (0.5 * -1.5, 0.5), (0.5 * -1.5, 0.5)),
+    ("topr", {}, LOG_TWO, (-1.5, 1.0), (-1.5, 1.0)),
+    ("topr", {}, LOG_HALF, (-1.5, 1.0), (0.5 * -1.5, 0.5)),
+    # sigmoid(1) = 0.7310585786300049, sigmoid(1.05) = 0.7407748991821539
+    ("sapo", {}, LOG_TWO, (2.9242343145, 1.5728954659), (2.8219996159, 1.5362195834)),
+]
+
+
+@each_impl
+@pytest.mark.parametrize("surrogate, fields, log_ratio, positive, negative", RUNS)
+def test_settings_of_published_runs_give_these_numbers(
+    impl, surrogate, fields, log_ratio, positive, negative
+):
+    logprob = torch.full((2,), -1.5, dtype=_dtype_of(impl))
+    advantage = torch.tensor([1.0, -1.0], dtype=logprob.dtype)
+    for token, (value, slope) in enumerate((positive, negative)):
+        got = policy_loss(
+            logprob[:1],
+            logprob[:1] - log_ratio,
+            advantage[token : token + 1],
+            torch.ones(1, dtype=torch.bool),
+            PolicyLossConfig(surrogate=surrogate, **fields),
+            token_weight=torch.ones(1, dtype=logprob.dtype),
+            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+            impl=impl,
+        )
+        assert got.loss.item() == pytest.approx(-advantage[token].item() * value, rel=2e-6)
+        assert got.grad.item() == pytest.approx(-advantage[token].item() * slope, rel=2e-6)
+
+
 @each_impl
 @pytest.mark.parametrize("name", ["gspo", "gspo_wide", "gmpo"])
 def test_sequence_loss_equals_autograd_of_the_published_form_under_a_sequence_mean(impl, name):

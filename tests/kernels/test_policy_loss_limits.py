@@ -21,6 +21,8 @@ from tests.kernels.test_policy_loss import CONFIGS, each_impl, random_inputs, ru
 FULL = PolicyLossConfig(
     surrogate="clip", low=0.2, high=0.28, grad_high=1.0, kl="k3", kl_coefficient=0.1, entropy_coefficient=0.01
 )
+# a cap that plausible ratios reach
+CAPPED = replace(CONFIGS["dual_clip"], dual_clip=1.1)
 fast_impls = pytest.mark.parametrize("impl", ["portable", "triton"])
 
 
@@ -93,7 +95,7 @@ def test_cut_into_micro_batches_adds_up_to_the_whole(impl, parts, name):
 
 
 @each_impl
-@pytest.mark.parametrize("config", [FULL, CONFIGS["dual_clip"]], ids=["full", "dual_clip"])
+@pytest.mark.parametrize("config", [FULL, CAPPED], ids=["full", "dual_clip"])
 def test_metrics_equal_plain_torch(impl, config):
     inputs = random_inputs(100)
     got = run(inputs, config, impl=impl)
@@ -238,7 +240,7 @@ def test_sequence_without_trained_tokens_adds_nothing():
     (ValueError, r"advantage \(3,\) on cpu, must be like logprob", {"advantage": torch.zeros(3)}),
     (ValueError, "token_weight requires a gradient", {"token_weight": torch.ones(4, requires_grad=True)}),
     (ValueError, "kl = 'k3' needs ref_logprob", {"config": replace(CONFIGS["ppo"], kl="k3", kl_coefficient=1.0)}),
-    (ValueError, "entropy_coefficient = 0.1 needs entropy", {"config": replace(CONFIGS["ppo"], entropy_coefficient=0.1)}),
+    (ValueError, "entropy_coefficient = 0.1 needs", {"config": replace(CONFIGS["ppo"], entropy_coefficient=0.1)}),
     (ValueError, "'gspo' is per sequence; pass cu_seqlens", {"config": CONFIGS["gspo"]}),
     (TypeError, r"cu_seqlens \(2,\) of torch.int64", {"config": CONFIGS["gspo"], "cu_seqlens": torch.tensor([0, 4])}),
     (ValueError, "runs from 0 to 3, must rise from 0 to N = 4",
