@@ -17,7 +17,8 @@ from megatron_rl_kernels.rmsnorm.triton_kernels import (
 
 # elements of a tile: short rows (heads) share one, longer ones have it to themselves
 _TILE = 4096
-_MAX_HIDDEN = 32768
+# beyond, the sums of the backward leave the registers
+_MAX_HIDDEN = 16384
 # programs that sum the weight's gradient: four per multiprocessor of the largest device, the same number on every
 # device, so that the bits are the same too
 _PROGRAMS = 512

@@ -33,20 +33,24 @@ def rope_kernel(
     sin = tl.load(sin_ptr + token * half + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
     if BACK:
         sin = -sin
-    inside = (head < heads) & (pair < half)[None, :]
-    if INTERLEAVED:
-        feature = 2 * pair[None, :]
-        partner = feature + 1
-    else:
-        feature = pair[None, :]
-        partner = feature + half
     x_ptr += token * token_stride + head.to(tl.int64) * head_stride
     out_ptr += token * heads * head_dim + head * head_dim
-    first = tl.load(x_ptr + feature, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + partner, mask=inside, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
-    tl.store(out_ptr + feature, (first * cos - second * sin).to(dtype), mask=inside)
-    tl.store(out_ptr + partner, (second * cos + first * sin).to(dtype), mask=inside)
+    if INTERLEAVED:
+        # whole pairs are loaded and stored: every second feature would take one access each
+        feature = tl.arange(0, 2 * PAIRS)[None, :]
+        inside = (head < heads) & (feature < 2 * half)
+        both = tl.load(x_ptr + feature, mask=inside, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, [HEADS, PAIRS, 2]))
+        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+        tl.store(out_ptr + feature, tl.reshape(turned, [HEADS, 2 * PAIRS]).to(dtype), mask=inside)
+    else:
+        feature = pair[None, :]
+        inside = (head < heads) & (feature < half)
+        first = tl.load(x_ptr + feature, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(x_ptr + half + feature, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + feature, (first * cos - second * sin).to(dtype), mask=inside)
+        tl.store(out_ptr + half + feature, (second * cos + first * sin).to(dtype), mask=inside)
     if PASSES:
         rest = 2 * half + tl.arange(0, BLOCK)[None, :]
         inside = (head < heads) & (rest < head_dim)
