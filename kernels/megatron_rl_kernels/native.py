@@ -15,7 +15,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,11 +74,12 @@ def build_cuda(arch: str, *, cache: Path | None = None, compiler: str | None = N
     return _build(SOURCES / "device.cu", [found, *_CUDA_FLAGS, code], salt="", cache=cache)
 
 
+@functools.cache
 def library_for(device: torch.device) -> ctypes.CDLL:
     """The library that runs on `device`, built at its first use. Raises BuildError."""
     if device.type == "cpu":
-        return _load(build_host)
-    return _load(functools.partial(build_cuda, _arch(*torch.cuda.get_device_capability(device))))
+        return ctypes.CDLL(str(build_host().path))
+    return ctypes.CDLL(str(build_cuda(_arch(*torch.cuda.get_device_capability(device))).path))
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -105,16 +105,6 @@ def call(library: ctypes.CDLL, name: str, device: torch.device, *arguments: obje
 def _arch(major: int, minor: int) -> str:
     # `a`: with the instructions that only this architecture has
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-
-
-_loaded: dict[Path, ctypes.CDLL] = {}
-
-
-def _load(build: Callable[[], Library]) -> ctypes.CDLL:
-    path = build().path
-    if path not in _loaded:
-        _loaded[path] = ctypes.CDLL(str(path))
-    return _loaded[path]
 
 
 def _compiler(given: str | None, names: tuple[str, ...], needs: str) -> str:

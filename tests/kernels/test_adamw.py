@@ -8,7 +8,7 @@ import torch
 from megatron_rl_kernels.adamw import adamw_
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-IMPLS = ["reference", "portable", "triton"]
+IMPLS = ["reference", "portable", "triton", "host"]
 
 
 def _state(size, *, dtype=torch.float32, grad_dtype=torch.float32, seed=0):

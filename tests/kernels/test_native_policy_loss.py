@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rl_kernels import native
-from megatron_rl_kernels.policy_loss import METRICS, PolicyLossConfig, TokenInputs
+from megatron_rl_kernels.policy_loss import METRICS, PolicyLossConfig, TokenInputs, policy_loss
 from megatron_rl_kernels.policy_loss.native import native_terms
 from megatron_rl_kernels.policy_loss.reference import reference_terms
 
@@ -182,6 +182,24 @@ def test_a_token_has_the_same_bits_wherever_it_stands_and_in_every_run():
     for start in (1, 37, 4900):
         part = native_terms(inputs.map(lambda tensor, start=start: tensor[start:]), config)
         assert torch.equal(part.grad, whole.grad[start:])
+
+
+@pytest.mark.parametrize("kind", ["clip", "gspo"])
+def test_the_op_runs_on_host_and_gives_autograd_its_gradients(kind):
+    inputs = _inputs(1000)
+    tensors = dict(inputs.named())
+    cu_seqlens = torch.tensor([0, 300, 1000], dtype=torch.int32)
+    config = PolicyLossConfig(**SURROGATES[kind], kl="k3", kl_coefficient=0.1, entropy_coefficient=0.05)
+    logprob, entropy = (tensors.pop(name).clone().requires_grad_() for name in ("logprob", "entropy"))
+    others = [tensors.pop(name) for name in ("old_logprob", "advantage", "mask")]
+    out = policy_loss(
+        logprob, *others, config, entropy=entropy, cu_seqlens=cu_seqlens, impl="host", **tensors
+    )
+    (2 * out.loss).backward()
+    want = _definition(inputs, config, cu_seqlens)
+    torch.testing.assert_close(out.loss.double(), want.loss, rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(logprob.grad.double(), 2 * want.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.grad.double(), 2 * want.grad_entropy, rtol=1e-5, atol=1e-6)
 
 
 def test_other_dtypes_are_refused():

@@ -1,11 +1,12 @@
 """One AdamW step over flat tensors, in place, in one pass: moments, master weights and the copy that the model reads.
 
-`reference` defines the op, `portable` runs it on any device, `triton` on CUDA.
+`reference` defines the op, `portable` runs it on any device, `triton` on CUDA; `host`, `cuda`: C++ built on demand.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -18,7 +19,7 @@ from megatron_rl_kernels.dispatch import Impl, choose_impl
 
 __all__ = ["adamw_"]
 
-_OFFERED: tuple[Impl, ...] = ("reference", "portable", "triton")
+_OFFERED: tuple[Impl, ...] = ("reference", "portable", "triton", "cuda", "host")
 _MASTER_DTYPES = (torch.float32, torch.float64)
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -62,14 +63,26 @@ def adamw_(
     chosen = choose_impl("adamw_", impl, device=master.device, offered=_OFFERED)
     flat = [tensor.detach().view(-1) for tensor in (master, exp_avg, exp_avg_sq, grad)]
     out = None if weight is None else weight.detach().view(-1)
-    if chosen == "triton":
+    run = _implementation(chosen)
+    run(flat[0], flat[1], flat[2], flat[3], out, update, grad_scale)
+    if chosen in ("triton", "cuda", "host"):
+        # autograd must see what kernels write behind its back
+        for tensor in (*flat[:3], *(() if out is None else (out,))):
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _implementation(impl: Impl) -> Callable[..., None]:
+    if impl == "triton":
         # Triton is heavy, and only this implementation needs it
         from megatron_rl_kernels.adamw.triton_op import adamw_triton
 
-        adamw_triton(flat[0], flat[1], flat[2], flat[3], out, update, grad_scale)
-    else:
-        run = adamw_reference if chosen == "reference" else adamw_portable
-        run(flat[0], flat[1], flat[2], flat[3], out, update, grad_scale)
+        return adamw_triton
+    if impl in ("cuda", "host"):
+        # may have to build a library first
+        from megatron_rl_kernels.adamw.native import adamw_native
+
+        return adamw_native
+    return adamw_reference if impl == "reference" else adamw_portable
 
 
 def _check_dtypes(

@@ -7,7 +7,6 @@ backward; shards exchange [4, N] numbers outside of them.
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 import torch.distributed as dist
@@ -68,7 +67,7 @@ def write_gradients(
         kept[2] = None
     gradients = _Gradients(*(None if tensor is None else tensor.data_ptr() for tensor in kept), out.stride(0))
     native.call(
-        _library(logits.device),
+        native.library_for(logits.device),
         "mrl_row_gradient",
         logits.device,
         ctypes.byref(_inputs(logits, target, shard)),
@@ -86,7 +85,7 @@ def _row_statistics(logits: Tensor, target: Tensor, shard: Shard) -> Tensor:
     stats = torch.empty((5, len(target)), dtype=torch.float32, device=logits.device)
     target = target.contiguous()
     native.call(
-        _library(logits.device),
+        native.library_for(logits.device),
         "mrl_row_statistics",
         logits.device,
         ctypes.byref(_inputs(logits, target, shard)),
@@ -153,8 +152,3 @@ def _check(logits: Tensor) -> None:
             f"logprob_from_logits: logits {tuple(logits.shape)} have stride {logits.stride()}, columns must be "
             "contiguous; pass logits.contiguous()"
         )
-
-
-@functools.cache
-def _library(device: torch.device) -> ctypes.CDLL:
-    return native.library_for(device)
