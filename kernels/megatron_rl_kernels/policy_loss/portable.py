@@ -8,7 +8,7 @@ tensor costs as much as filling it: rows of a block come from `_Scratch` and are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,8 @@ from megatron_rl_kernels.policy_loss.terms import (
     merge_metrics,
 )
 
-# tokens of one block: long enough that the cost of a call vanishes, short enough that rows stay in a cache
-BLOCK_TOKENS = 65536
+# tokens of one block: long enough that the cost of a call hides, short enough that rows stay near the core
+BLOCK_TOKENS = 32768
 
 _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -41,20 +41,18 @@ def token_terms(inputs: TokenInputs, config: PolicyLossConfig) -> TokenTerms:
         torch.empty_like(grad) if config.entropy_coefficient and inputs.entropy is not None else None
     )
     scratch = _Scratch(grad, min(BLOCK_TOKENS, num_tokens))
-    sums: list[Tensor] = []
-    start = 0
-    for block in inputs.split(BLOCK_TOKENS):
-        stop = start + block.logprob.numel()
-        rows, all_rows = scratch.start(stop - start)
-        weight = _fill_rows(rows, scratch, block, config, grad[start:stop])
-        sums.append(all_rows.sum(dim=1))
-        sums[-1][_RATIO_MAX] = rows.ratio_max.amax()
+    sums = grad.new_zeros((-(-num_tokens // BLOCK_TOKENS), len(_Rows._fields)))
+    grads = grad.split(BLOCK_TOKENS)
+    for index, block in enumerate(inputs.split(BLOCK_TOKENS)):
+        scratch.start(len(grads[index]))
+        weight = _fill_rows(scratch.rows, scratch, block, config, grads[index])
+        torch.sum(scratch.all_rows, dim=1, out=sums[index])
+        torch.amax(scratch.rows.ratio, dim=0, out=sums[index, _RATIO_MAX])
         if grad_entropy is not None:
-            torch.mul(weight, -config.entropy_coefficient, out=grad_entropy[start:stop])
-        start = stop
-    parts = (
-        torch.stack(sums).double() if sums else grad.new_zeros((0, len(_Rows._fields)), dtype=torch.float64)
-    )
+            start = index * BLOCK_TOKENS
+            torch.mul(weight, -config.entropy_coefficient, out=grad_entropy[start : start + len(weight)])
+    parts = sums.double()
+    parts[:, _NEGATED] *= -1.0
     return TokenTerms(
         loss=parts[:, 0].sum(), grad=grad, grad_entropy=grad_entropy, metrics=merge_metrics(parts[:, 1:])
     )
@@ -81,7 +79,10 @@ def sequence_log_ratio(inputs: TokenInputs, cu_seqlens: Tensor, config: PolicyLo
 
 
 class _Rows(NamedTuple):
-    """What is summed up over the tokens of a block: the loss, then METRICS in their order; each [n]."""
+    """What is summed up over the tokens of a block: the loss, then METRICS in their order; each [n].
+
+    `ratio_max` stays 0. Where the kind of loss or a missing input leaves a row out, it stays 0 too.
+    """
 
     loss: Tensor
     tokens: Tensor
@@ -99,38 +100,47 @@ class _Rows(NamedTuple):
 
 
 _RATIO_MAX = _Rows._fields.index("ratio_max")
+# rows that hold the log-ratio and the log-prob themselves
+_NEGATED = [_Rows._fields.index("kl_k1"), _Rows._fields.index("nll")]
 
 
 class _Scratch:
     """Memory of one block: its `_Rows`, and rows for whatever else it needs until the next block starts."""
 
     def __init__(self, like: Tensor, size: int) -> None:
-        self._rows = like.new_zeros((len(_Rows._fields), size))
-        self._free = like.new_empty((_NUM_FREE, size))
+        self._memory = like.new_zeros((len(_Rows._fields), size)), like.new_empty((_NUM_FREE, size))
         self._integer = _INTEGER[like.dtype]
-        self._next: Iterator[Tensor] = iter(())
+        self._size = -1
+        self.start(size)
 
-    def start(self, size: int) -> tuple[_Rows, Tensor]:
-        """Take back all rows; the block's sums as rows of `size` tokens and as one tensor."""
-        rows = self._rows[:, :size]
-        self._next = iter(self._free[:, :size].unbind())
-        return _Rows(*rows.unbind()), rows
+    def start(self, size: int) -> None:
+        """Take back all rows and make them `size` tokens long."""
+        self._used = 0
+        if size != self._size:
+            self._size = size
+            self.all_rows, free = (memory[:, :size] for memory in self._memory)
+            self.rows = _Rows(*self.all_rows.unbind())
+            self._free = free.unbind()
+            self._free_integers = free.view(self._integer).unbind()
 
     def row(self) -> Tensor:
         """[size], holding anything."""
-        return next(self._next)
+        self._used += 1
+        return self._free[self._used - 1]
 
     def bits(self, mask: Tensor) -> Tensor:
         """Integers as wide as the floats: all ones where `mask` is True, else 0."""
+        self._used += 1
         # torch vectorises the conversion of uint8, not of bool
-        return self.row().view(self._integer).copy_(mask.view(torch.uint8)).neg_()
+        return self._free_integers[self._used - 1].copy_(mask.view(torch.uint8)).neg_()
 
     def select(self, bits: Tensor, values: Tensor) -> Tensor:
-        return _select(bits, values, out=self.row())
+        torch.bitwise_and(values.view(self._integer), bits, out=self._free_integers[self._used])
+        return self.row()
 
-    def log_ratio(self, bits: Tensor, minuend: Tensor, subtrahend: Tensor) -> Tensor:
+    def log_ratio(self, bits: Tensor, minuend: Tensor, subtrahend: Tensor, *, out: Tensor) -> Tensor:
         """Clamped difference. Select before exp: a masked position may hold inf or NaN, and 0 * NaN is NaN."""
-        gap = torch.sub(minuend, subtrahend, out=self.row())
+        gap = torch.sub(minuend, subtrahend, out=out)
         return _select(bits, gap, out=gap).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def above(self, values: Tensor, bound: float) -> Tensor:
@@ -167,14 +177,13 @@ def _fill_rows(
     bits = scratch.bits(inputs.mask)
     rows.tokens.copy_(inputs.mask.view(torch.uint8))
     weight = scratch.select(bits, inputs.token_weight)
-    log_ratio = scratch.log_ratio(bits, inputs.logprob, inputs.old_logprob)
+    log_ratio = scratch.log_ratio(bits, inputs.logprob, inputs.old_logprob, out=rows.kl_k1)
     token_ratio = ratio = torch.exp(log_ratio, out=scratch.row())
     if inputs.sequence_log_ratio is not None:
         shared = scratch.select(bits, inputs.sequence_log_ratio)
         ratio = shared.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
-    torch.neg(log_ratio, out=rows.kl_k1)
     _k3(log_ratio, token_ratio, out=rows.kl_k3)
-    rows.ratio_max.copy_(_select(bits, ratio, out=rows.ratio))
+    _select(bits, ratio, out=rows.ratio)
     reads_logprob = config.surrogate in _LOG_LINEAR or inputs.nll_weight is not None
     logprob = scratch.select(bits, inputs.logprob) if reads_logprob else inputs.logprob
     advantage = scratch.select(bits, inputs.advantage)
@@ -186,7 +195,7 @@ def _fill_rows(
     torch.mul(pull, value, out=rows.loss)
     torch.mul(pull, slope, out=grad)
     if inputs.ref_logprob is not None:
-        gap = scratch.log_ratio(bits, inputs.ref_logprob, inputs.logprob)
+        gap = scratch.log_ratio(bits, inputs.ref_logprob, inputs.logprob, out=scratch.row())
         slope = _KLS[config.kl](gap, token_ratio, scratch, rows.kl_ref)
         if config.kl != "none":
             rows.loss.addcmul_(weight, rows.kl_ref, value=config.kl_coefficient)
@@ -198,8 +207,8 @@ def _fill_rows(
     if inputs.nll_weight is not None:
         nll_weight = scratch.select(bits, inputs.nll_weight)
         torch.ne(nll_weight, 0.0, out=rows.nll_tokens)
-        torch.mul(logprob, rows.nll_tokens, out=rows.nll).neg_()
-        rows.loss.addcmul_(nll_weight, rows.nll)
+        torch.mul(logprob, rows.nll_tokens, out=rows.nll)
+        rows.loss.addcmul_(nll_weight, rows.nll, value=-1.0)
         grad -= nll_weight
     torch.abs(grad, out=rows.grad_abs)
     return weight
