@@ -86,7 +86,9 @@ def changes(
             continue
         now = found.get(key)
         if now is None or now["failed"]:
-            problems = ("gone" if now is None else f"fails: {now['failed']}",) if row["is_ours"] else ()
+            problems: tuple[str, ...] = (
+                ("gone" if now is None else f"fails: {now['failed']}",) if row["is_ours"] else ()
+            )
             yield Change(key=key, ratios=dict.fromkeys(LIMITS), problems=problems)
             continue
         ratios = _ratios(row, now)

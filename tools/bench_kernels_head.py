@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -14,6 +15,8 @@ from megatron_rl_kernels.dispatch import Impl
 from megatron_rl_kernels.linear_logprob import linear_logprob
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+# standard deviation of the logits, about that of a trained model
+LOGIT_SCALE = 2.0
 
 
 def linear_logprob_cases(shape: Shape, source: Source, impls: Iterable[Impl]) -> Iterator[Case]:
@@ -60,11 +63,10 @@ def _linear_logprob(shape: Shape, source: Source, impls: Iterable[Impl], *, with
 
 
 def head_inputs(shape: Shape, source: Source) -> Tensors:
-    """Hidden states and head whose logits have a standard deviation of 2, as a trained model's about do."""
     return {
         "hidden": source.normal(shape.tokens, shape.hidden, dtype=shape.dtype),
         "weight": source.normal(
-            shape.local_vocab, shape.hidden, dtype=shape.dtype, scale=2 / shape.hidden**0.5
+            shape.local_vocab, shape.hidden, dtype=shape.dtype, scale=LOGIT_SCALE / shape.hidden**0.5
         ),
         "target": source.integers(shape.local_vocab, shape.tokens),
     }
@@ -91,9 +93,9 @@ def linear_policy_loss_cases(shape: Shape, source: Source, impls: Iterable[Impl]
 
     config = PolicyLossConfig(surrogate="clip", low=CLIP_LOW, high=CLIP_HIGH)
     n = shape.tokens
-    tensors = {
-        **head_inputs(shape, source),
-        "old_logprob": source.normal(n, scale=2.0) - 12.0,
+    tensors = head_inputs(shape, source)
+    tensors |= {
+        "old_logprob": _likely_logprob(tensors, shape) + source.normal(n, scale=0.2),
         "advantage": source.normal(n),
         # of packed rollouts: every token trained on, so that all contenders do the same products
         "mask": torch.ones(n, dtype=torch.bool, device=source.device),
@@ -138,6 +140,12 @@ def linear_policy_loss_cases(shape: Shape, source: Source, impls: Iterable[Impl]
     )
 
 
+def _likely_logprob(t: Tensors, shape: Shape) -> Tensor:
+    """About the log-probs of these inputs, so that ratios are around 1: log-sum-exp of V normal logits is known."""
+    logit = (t["hidden"].float() * t["weight"][t["target"]].float()).sum(dim=1)
+    return logit - math.log(shape.local_vocab) - LOGIT_SCALE**2 / 2
+
+
 def eager_clip_loss(t: Tensors, logprob: Tensor) -> Tensor:
     """PPO's clipped loss as one writes it down."""
     ratio = torch.where(t["mask"], logprob - t["old_logprob"], 0.0).clamp(-20.0, 20.0).exp()
@@ -171,7 +179,7 @@ def logprob_from_logits_cases(shape: Shape, source: Source, impls: Iterable[Impl
         op="logprob_from_logits",
         shape=shape,
         tensors={
-            "logits": source.normal(n, vocab, dtype=shape.dtype, scale=2.0),
+            "logits": source.normal(n, vocab, dtype=shape.dtype, scale=LOGIT_SCALE),
             "target": source.integers(vocab, n),
         },
         row_wise=("logits", "target"),

@@ -101,7 +101,8 @@ class Tape:
 
     def apply(self, function: Any, *args: Any) -> Any:
         context = Context(len(args))
-        out = function.forward(context, *args)
+        with torch.no_grad():
+            out = function.forward(context, *args)
         self._calls.append((function, context, out))
         return out
 
@@ -117,7 +118,8 @@ class Tape:
                 torch.empty_like(one) if isinstance(one, Tensor) and one.is_floating_point() else None
                 for one in outputs
             ]
-            function.backward(context, *given)
+            with torch.no_grad():
+                function.backward(context, *given)
 
 
 def _let_cuda_be_current() -> None:
@@ -151,7 +153,7 @@ def pretended(capability: int, keep: Callable[[Any], None]) -> Iterator[Tape]:
         current_device=lambda: 0,
     )
     triton.set_allocator(lambda size, alignment, stream: None)
-    with FakeTensorMode(), Answers(), torch.no_grad():
+    with FakeTensorMode(), Answers():
         yield tape
 
 
