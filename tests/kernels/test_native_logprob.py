@@ -1,4 +1,4 @@
-"""`logprob_from_logits` in C++ (`host`) against the float64 definition: values, gradients, limits, in-place dz."""
+"""`logprob_from_logits` in C++ (`host`, on a GPU `cuda`) against the float64 definition: values, gradients, limits."""
 
 import math
 
@@ -8,6 +8,8 @@ import torch
 from megatron_rl_kernels.logprob_from_logits import logprob_from_logits_reference, native
 from megatron_rl_kernels.logprob_from_logits.autograd import LogprobFromLogits
 from megatron_rl_kernels.logprob_from_logits.shards import RowValues, Shard
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def _inputs(num_tokens, vocab, *, scale=3.0, dtype=torch.float32, seed=0):
@@ -25,12 +27,14 @@ def _shard(vocab, **changes):
     return Shard(**{**given, "overwrites_logits": False, **changes})
 
 
-def _host(logits, target, upstream, shard):
-    leaf = logits.detach().clone().requires_grad_()
+def _host(logits, target, upstream, shard, device="cpu"):
+    """The op on a device, its results on the CPU."""
+    leaf = logits.detach().clone().to(device).requires_grad_()
+    target, upstream = target.to(device), upstream.to(device)
     # not a leaf, as where backward overwrites it
     logprob, entropy, lse = LogprobFromLogits.apply(leaf * 1, target, shard, native)
     (upstream[0] * logprob + upstream[1] * entropy).sum().backward()
-    return logprob.detach(), entropy.detach(), lse, leaf.grad
+    return tuple(tensor.detach().cpu() for tensor in (logprob, entropy, lse, leaf.grad))
 
 
 def _definition(logits, target, upstream, **options):
@@ -51,9 +55,10 @@ def _assert_matches(got, want, *, value_atol=5e-6, grad_atol=2e-6, grad_rtol=1e-
 @pytest.mark.parametrize("num_tokens", [1, 63], ids="n{}".format)
 @pytest.mark.parametrize("vocab", [1, 255, 2048, 5001], ids="v{}".format)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_values_and_gradients_match_the_float64_definition(num_tokens, vocab, temperature):
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_and_gradients_match_the_float64_definition(num_tokens, vocab, temperature, device):
     logits, target, upstream = _inputs(num_tokens, vocab)
-    got = _host(logits, target, upstream, _shard(vocab, temperature=temperature))
+    got = _host(logits, target, upstream, _shard(vocab, temperature=temperature), device)
     _assert_matches(got, _definition(logits, target, upstream, temperature=temperature))
 
 
@@ -64,17 +69,19 @@ def test_each_token_may_have_its_own_temperature():
     _assert_matches(got, _definition(logits, target, upstream, temperature=temperature.double()))
 
 
-def test_bf16_logits_are_read_exactly_and_their_gradient_is_rounded_once():
+@pytest.mark.parametrize("device", DEVICES)
+def test_bf16_logits_are_read_exactly_and_their_gradient_is_rounded_once(device):
     logits, target, upstream = _inputs(40, 3000, dtype=torch.bfloat16)
-    got = _host(logits, target, upstream, _shard(3000))
+    got = _host(logits, target, upstream, _shard(3000), device)
     assert got[3].dtype == torch.bfloat16 and got[0].dtype == torch.float32
     # half a unit of 8 bits
     _assert_matches(got, _definition(logits, target, upstream), grad_rtol=2**-8, grad_atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gradient_over_the_logits_has_the_bits_of_one_beside_them(dtype):
-    logits, target, upstream = _inputs(20, 2500, dtype=dtype)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_over_the_logits_has_the_bits_of_one_beside_them(dtype, device):
+    logits, target, upstream = (tensor.to(device) for tensor in _inputs(20, 2500, dtype=dtype))
     shard = _shard(2400)
     values = native.row_values(logits, target % 2400, shard)
     beside = torch.full_like(logits, math.nan)
@@ -119,7 +126,8 @@ def test_an_offset_of_all_logits_changes_nothing_but_lse(offset):
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]) and torch.equal(got[3], want[3])
 
 
-def test_impossible_tokens_have_no_probability_and_no_gradient():
+@pytest.mark.parametrize("device", DEVICES)
+def test_impossible_tokens_have_no_probability_and_no_gradient(device):
     logits, target, upstream = _inputs(6, 5000)
     # the first tile of row 0 is empty; row 1 has one token left, its target; row 2 has none
     logits[0, :2100] = -math.inf
@@ -129,7 +137,7 @@ def test_impossible_tokens_have_no_probability_and_no_gradient():
     target[1] = 17
     logits[2] = -math.inf
     upstream[:, 1] = 1.0
-    logprob, entropy, lse, grad = _host(logits, target, upstream, _shard(5000))
+    logprob, entropy, lse, grad = _host(logits, target, upstream, _shard(5000), device)
     want = _definition(logits[:1], target[:1], upstream[:, :1])
     _assert_matches((logprob[:1], entropy[:1], lse[:1], grad[:1]), want)
     assert not grad[0, :2100].any()

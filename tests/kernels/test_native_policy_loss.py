@@ -1,16 +1,17 @@
-"""`policy_loss` in C++ (`host`) against its float64 definition, for every surrogate and KL estimator.
+"""`policy_loss` in C++ (`host`, on a GPU `cuda`) against its float64 definition, for every surrogate and KL estimator.
 
 The library is built once per machine, into the user's cache.
 """
 
 import ctypes
 import math
+from dataclasses import fields
 
 import pytest
 import torch
 
 from megatron_rl_kernels import native
-from megatron_rl_kernels.policy_loss import METRICS, PolicyLossConfig, TokenInputs, policy_loss
+from megatron_rl_kernels.policy_loss import METRICS, PolicyLossConfig, TokenInputs, TokenTerms, policy_loss
 from megatron_rl_kernels.policy_loss.native import native_terms
 from megatron_rl_kernels.policy_loss.reference import reference_terms
 
@@ -28,6 +29,7 @@ SURROGATES = {
     "gspo": {"surrogate": "gspo", "low": 3e-2, "high": 4e-2},
     "gmpo": {"surrogate": "gmpo", "low": 0.4, "high": 0.4},
 }
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KLS = ["none", "k1", "k2", "k3", "k3_straight_through", "k3_unbiased"]
 
 
@@ -78,11 +80,22 @@ def _sequence_log_ratio(inputs, config, cu_seqlens):
     return means.float()
 
 
-def _assert_is_definition(inputs, config, *, cu_seqlens=None):
+def _terms_on(device, inputs, config):
+    """`native_terms` on a device, its results on the CPU."""
+    out = native_terms(inputs.map(lambda tensor: tensor.to(device)), config)
+    return TokenTerms(
+        **{
+            field.name: None if (value := getattr(out, field.name)) is None else value.cpu()
+            for field in fields(out)
+        }
+    )
+
+
+def _assert_is_definition(inputs, config, *, cu_seqlens=None, device="cpu"):
     own = inputs
     if config.is_sequence_level:
         own = inputs.with_sequence_log_ratio(_sequence_log_ratio(inputs, config, cu_seqlens))
-    got, want = native_terms(own, config), _definition(inputs, config, cu_seqlens)
+    got, want = _terms_on(device, own, config), _definition(inputs, config, cu_seqlens)
     for name in ("loss", "grad", "grad_entropy", "metrics"):
         actual, expected = getattr(got, name), getattr(want, name)
         if expected is None:
@@ -98,20 +111,22 @@ def _assert_is_definition(inputs, config, *, cu_seqlens=None):
 
 @pytest.mark.parametrize("kind", SURROGATES)
 @pytest.mark.parametrize("num_tokens", [1, 255, 5003], ids="n{}".format)
-def test_every_surrogate_is_its_definition(kind, num_tokens):
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_surrogate_is_its_definition(kind, num_tokens, device):
     inputs = _without(_inputs(num_tokens, seed=num_tokens), "ref_logprob", "nll_weight", "entropy")
     cu_seqlens = torch.tensor([0, num_tokens // 3, num_tokens // 2, num_tokens], dtype=torch.int32)
     if num_tokens == 1:
         inputs = TokenInputs(**{**dict(inputs.named()), "mask": torch.ones(1, dtype=torch.bool)})
-    _assert_is_definition(inputs, PolicyLossConfig(**SURROGATES[kind]), cu_seqlens=cu_seqlens)
+    _assert_is_definition(inputs, PolicyLossConfig(**SURROGATES[kind]), cu_seqlens=cu_seqlens, device=device)
 
 
 @pytest.mark.parametrize("kl", KLS)
-def test_every_kl_estimator_with_bonus_and_nll_is_its_definition(kl):
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_kl_estimator_with_bonus_and_nll_is_its_definition(kl, device):
     config = PolicyLossConfig(
         surrogate="clip", kl=kl, kl_coefficient=0.0 if kl == "none" else 0.3, entropy_coefficient=0.05
     )
-    _assert_is_definition(_inputs(1000), config)
+    _assert_is_definition(_inputs(1000), config, device=device)
 
 
 @pytest.mark.parametrize("kind", ["weighted", "clip", "gppo", "betas", "dual_clip", "sapo", "cispo", "topr"])
@@ -143,14 +158,17 @@ def test_a_ratio_equal_to_its_bound_is_not_clipped():
 
 
 @pytest.mark.parametrize("kind", SURROGATES)
-def test_masked_tokens_may_hold_anything(kind):
+@pytest.mark.parametrize("device", DEVICES)
+def test_masked_tokens_may_hold_anything(kind, device):
     inputs = _inputs(700)
     config = PolicyLossConfig(**SURROGATES[kind], kl="k3", kl_coefficient=0.1, entropy_coefficient=0.1)
     inputs = inputs.with_sequence_log_ratio(0.1 * inputs.ref_logprob) if config.is_sequence_level else inputs
-    clean = native_terms(inputs, config)
+    clean = _terms_on(device, inputs, config)
     poison = torch.tensor([math.nan, math.inf, -math.inf]).repeat(700)[:700]
-    dirty = native_terms(
-        inputs.map(lambda t: t if t.dtype == torch.bool else torch.where(inputs.mask, t, poison)), config
+    dirty = _terms_on(
+        device,
+        inputs.map(lambda t: t if t.dtype == torch.bool else torch.where(inputs.mask, t, poison)),
+        config,
     )
     for name in ("loss", "grad", "grad_entropy", "metrics"):
         assert torch.equal(getattr(clean, name), getattr(dirty, name)), name
@@ -174,14 +192,26 @@ def test_no_tokens_and_no_trained_tokens_give_zeros():
     assert got.loss == 0 and not got.grad.any() and not got.metrics.any()
 
 
-def test_a_token_has_the_same_bits_wherever_it_stands_and_in_every_run():
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_token_has_the_same_bits_wherever_it_stands_and_in_every_run(device):
     inputs = _inputs(5003)
     config = PolicyLossConfig(surrogate="sapo", kl="k3", kl_coefficient=0.1)
-    whole, again = native_terms(inputs, config), native_terms(inputs, config)
+    whole, again = _terms_on(device, inputs, config), _terms_on(device, inputs, config)
     assert torch.equal(whole.loss, again.loss) and torch.equal(whole.metrics, again.metrics)
     for start in (1, 37, 4900):
-        part = native_terms(inputs.map(lambda tensor, start=start: tensor[start:]), config)
+        part = _terms_on(device, inputs.map(lambda tensor, start=start: tensor[start:]), config)
         assert torch.equal(part.grad, whole.grad[start:])
+
+
+def test_kl_of_policies_that_are_almost_equal_keeps_its_digits():
+    inputs = _inputs(1000, spread=1e-4)
+    inputs.ref_logprob[:] = inputs.old_logprob
+    config = PolicyLossConfig(surrogate="clip", kl="k3", kl_coefficient=1.0)
+    got, want = native_terms(inputs, config).metrics, _definition(inputs, config, None).metrics
+    for name in ("kl_k3", "kl_ref"):
+        at = METRICS.index(name)
+        # about 3e-6, the sum of squares of 1e-4: exp(x) - 1 - x as it stands would be off by its whole size
+        torch.testing.assert_close(got[at], want[at], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["clip", "gspo"])
