@@ -66,6 +66,12 @@ DEVICE void narrow(float v, bf16* to) {
 DEVICE float widen(float v) { return v; }
 DEVICE void narrow(float v, float* to) { *to = v; }
 
+// Whether a tile of W has all its elements. One of a single element has: its other way through is not even compiled.
+template <int W>
+DEVICE bool is_whole(int count) {
+  return W == 1 || count == W;
+}
+
 // Both keep a NaN: every comparison with it is false.
 DEVICE float at_most(float v, float bound) { return v > bound ? bound : v; }
 DEVICE float at_least(float v, float bound) { return v < bound ? bound : v; }

@@ -48,7 +48,7 @@ struct PolicyTile {
 // from[first .. first + count - 1] where `on`, else 0: select before any arithmetic, for 0 * NaN is NaN
 template <int W>
 DEVICE void take(const float* from, int64_t first, int count, const int* on, float* to) {
-  if (count == W) {
+  if (is_whole<W>(count)) {
     EACH(l, W) {
       float v = from[first + l];
       to[l] = on[l] ? v : 0.f;
@@ -61,7 +61,7 @@ DEVICE void take(const float* from, int64_t first, int count, const int* on, flo
 
 template <int W>
 DEVICE void put(const float* from, int count, float* to) {
-  if (count == W) EACH(l, W) to[l] = from[l];
+  if (is_whole<W>(count)) EACH(l, W) to[l] = from[l];
   else for (int l = 0; l < count; ++l) to[l] = from[l];
 }
 
@@ -176,7 +176,7 @@ DEVICE void policy_tile(
     float* sums) {
   PolicyTile<W> p;
   float row[W], other[W], weight[W], loss[W], g[W];
-  if (count == W) {
+  if (is_whole<W>(count)) {
     EACH(l, W) p.on[l] = in.mask[first + l] != 0;
   } else {
     EACH(l, W) p.on[l] = 0;
