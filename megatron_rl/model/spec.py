@@ -77,7 +77,8 @@ class ModelSpec:
         Raises ModelError that names the file and the key for whatever cannot be built exactly.
         """
         path = Path(hf_path)
-        return _ConfigReader(path if path.is_file() else path / "config.json").spec()
+        is_file = path.is_file() or path.name == "config.json"
+        return _ConfigReader(path if is_file else path / "config.json").spec()
 
     def check_layout(self, layout: ParallelLayout) -> None:
         """Raise LayoutError, naming the nearest degrees that work, when `layout` cannot split this model."""

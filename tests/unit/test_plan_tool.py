@@ -146,6 +146,9 @@ def test_what_cannot_be_planned_is_one_line_with_exit_code_2(run, source, target
 
 
 def test_a_config_that_is_not_there_is_named(run, tmp_path):
+    code, _, err = run("tp=1", "tp=1", config=tmp_path / "gone" / "config.json")
+    assert code == 2
+    assert err.startswith(f"error: {tmp_path}/gone/config.json: no such file")
     code, _, err = run("tp=1", "tp=1", config=tmp_path / "gone")
     assert code == 2
     assert "no such file; --config must be a HF directory" in err
