@@ -66,7 +66,7 @@ REFERENCE = [
     ("value = torch.where(low, lower *", "value = torch.where(low, upper *", PUBLISHED, ("gppo",)),
     ("negative & (ratio > config.dual_clip)", "ratio > config.dual_clip", PUBLISHED, ("dual_clip",)),
     ("ratio * one - 1.0", "ratio - 1.0", PUBLISHED, ("sapo",)),
-    ("- (logprob - logprob.detach())\n    k3", "\n    k3", KL, ("k3",)),
+    ("_clamped(gap) - shift", "_clamped(gap)", KL, ("k3",)),
     ("return ratio * one * k3", "return ratio * k3", KL, ("k3_unbiased",)),
     ("terms - config.entropy_coefficient", "terms + config.entropy_coefficient", ENTROPY_NLL, ()),
     ("high | low, ratio, ratio * one", "high & low, ratio, ratio * one", SEQUENCE, ("gmpo",)),

@@ -73,6 +73,27 @@ def test_nan_at_a_trained_token_is_seen_in_loss_and_gradient(impl, field):
     assert got.grad[:11].isfinite().all() and got.grad[12:].isfinite().all()
 
 
+@each_impl
+@pytest.mark.parametrize("name", ["gppo", "sapo", "gspo", "gmpo"])
+def test_trained_token_of_probability_zero_is_a_token_far_away(impl, name):
+    inputs = random_inputs(30, masked=0.0)
+    cu_seqlens = torch.tensor([0, 10, 30], dtype=torch.int32)
+    no_nll = torch.where(torch.arange(30) == 12, 0.0, inputs.nll_weight)
+    outs = []
+    for logprob in (-math.inf, -1e4):
+        broken = torch.where(torch.arange(30) == 12, logprob, inputs.logprob)
+        outs.append(
+            run(
+                replace(inputs, logprob=broken, nll_weight=no_nll),
+                CONFIGS[name],
+                impl=impl,
+                cu_seqlens=cu_seqlens,
+            )
+        )
+    assert outs[0].loss.isfinite() and torch.equal(outs[0].loss, outs[1].loss)
+    assert torch.equal(outs[0].grad, outs[1].grad) and torch.equal(outs[0].metrics, outs[1].metrics)
+
+
 @fast_impls
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("name", ["gppo", "gspo"])

@@ -31,7 +31,7 @@ def group_advantage_triton(
         groups.order,
         groups.offsets,
         advantage,
-        eps,
+        float(eps),
         MODE=mode if mode in ("std", "leave_one_out") else "mean",
         UNBIASED=unbiased,
         BLOCK=_BLOCK,
@@ -40,5 +40,7 @@ def group_advantage_triton(
     if mode in ("batch_std", "centred_batch_std"):
         # the kernel finishes reading before it writes
         spread = reward if mode == "batch_std" else advantage
-        batch_std_kernel[(1,)](spread, advantage, len(reward), eps, UNBIASED=unbiased, BLOCK=_BATCH_BLOCK)
+        batch_std_kernel[(1,)](
+            spread, advantage, len(reward), float(eps), UNBIASED=unbiased, BLOCK=_BATCH_BLOCK
+        )
     return advantage

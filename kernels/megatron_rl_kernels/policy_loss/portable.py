@@ -128,11 +128,10 @@ class _Scratch:
         self._used += 1
         return self._free[self._used - 1]
 
-    def bits(self, mask: Tensor) -> Tensor:
-        """Integers as wide as the floats: all ones where `mask` is True, else 0."""
+    def bits(self, ones: Tensor) -> Tensor:
+        """Integers as wide as the floats: all ones where `ones` is 1, else 0."""
         self._used += 1
-        # torch vectorises the conversion of uint8, not of bool
-        return self._free_integers[self._used - 1].copy_(mask.view(torch.uint8)).neg_()
+        return self._free_integers[self._used - 1].copy_(ones).neg_()
 
     def select(self, bits: Tensor, values: Tensor) -> Tensor:
         torch.bitwise_and(values.view(self._integer), bits, out=self._free_integers[self._used])
@@ -174,8 +173,10 @@ def _fill_rows(
     rows: _Rows, scratch: _Scratch, inputs: TokenInputs, config: PolicyLossConfig, grad: Tensor
 ) -> Tensor:
     """Fill `rows` and `grad` for one block; returns the selected token weights."""
-    bits = scratch.bits(inputs.mask)
-    rows.tokens.copy_(inputs.mask.view(torch.uint8))
+    # torch vectorises conversions from uint8, not from bool
+    mask = inputs.mask.view(torch.uint8)
+    bits = scratch.bits(mask)
+    rows.tokens.copy_(mask)
     weight = scratch.select(bits, inputs.token_weight)
     log_ratio = scratch.log_ratio(bits, inputs.logprob, inputs.old_logprob, out=rows.kl_k1)
     token_ratio = ratio = torch.exp(log_ratio, out=scratch.row())
@@ -207,7 +208,7 @@ def _fill_rows(
     if inputs.nll_weight is not None:
         nll_weight = scratch.select(bits, inputs.nll_weight)
         torch.ne(nll_weight, 0.0, out=rows.nll_tokens)
-        torch.mul(logprob, rows.nll_tokens, out=rows.nll)
+        _select(scratch.bits(rows.nll_tokens), logprob, out=rows.nll)
         rows.loss.addcmul_(nll_weight, rows.nll, value=-1.0)
         grad -= nll_weight
     torch.abs(grad, out=rows.grad_abs)

@@ -20,13 +20,14 @@ def reference_terms(inputs: TokenInputs, config: PolicyLossConfig, cu_seqlens: T
     kept = inputs.mask.nonzero().squeeze(1)
     sequence = None if cu_seqlens is None else torch.bucketize(kept, cu_seqlens[1:].long(), right=True)
     dense = inputs.map(lambda tensor: tensor.detach()[kept])
-    logprob = dense.logprob.clone().requires_grad_()
+    # the derivative by a shift of a log-prob is the one by the log-prob, and a shift of 0 is finite where that is -inf
+    shift = torch.zeros_like(dense.logprob).requires_grad_()
     entropy = None if dense.entropy is None else dense.entropy.clone().requires_grad_()
     with torch.enable_grad():
-        loss, metrics = _loss(dense, config, logprob, entropy, sequence)
+        loss, metrics = _loss(dense, config, shift, entropy, sequence)
         grad, grad_entropy = torch.autograd.grad(
             loss,
-            (logprob, logprob if entropy is None else entropy),
+            (shift, shift if entropy is None else entropy),
             allow_unused=True,
             materialize_grads=True,
         )
@@ -43,16 +44,17 @@ def reference_terms(inputs: TokenInputs, config: PolicyLossConfig, cu_seqlens: T
 def _loss(
     dense: TokenInputs,
     config: PolicyLossConfig,
-    logprob: Tensor,
+    shift: Tensor,
     entropy: Tensor | None,
     sequence: Tensor | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and metrics of tokens that are all trained; `sequence` [N] numbers the sequence of each."""
-    zero = torch.zeros_like(logprob)
-    log_ratio = logprob.detach() - dense.old_logprob
+    zero = torch.zeros_like(shift)
+    logprob = dense.logprob + shift
+    log_ratio = dense.logprob - dense.old_logprob
     clamped = _clamped(log_ratio)
     # 1 as a number, exp(logprob - stop(logprob)) for autograd: the clamp acts on values and keeps gradients
-    one = (logprob - logprob.detach()).exp()
+    one = shift.exp()
     ratio = clamped.exp()
     if config.is_sequence_level:
         assert sequence is not None
@@ -61,7 +63,7 @@ def _loss(
     terms = -dense.advantage * value * (1.0 if dense.correction is None else dense.correction)
     kl = zero
     if dense.ref_logprob is not None:
-        kl = _kl(config, logprob, dense.ref_logprob, clamped.exp(), one)
+        kl = _kl(config, dense.ref_logprob - dense.logprob, shift, clamped.exp(), one)
         terms = terms + config.kl_coefficient * kl
     if entropy is not None:
         terms = terms - config.entropy_coefficient * entropy
@@ -137,10 +139,9 @@ def _sequence_ratio(
     return _clamped(means).exp()
 
 
-def _kl(config: PolicyLossConfig, logprob: Tensor, ref_logprob: Tensor, ratio: Tensor, one: Tensor) -> Tensor:
+def _kl(config: PolicyLossConfig, gap: Tensor, shift: Tensor, ratio: Tensor, one: Tensor) -> Tensor:
     """The estimator's value with its gradient; both are taken at a gap of at most MAX_LOG_RATIO."""
-    # a number that moves against `logprob`
-    gap = _clamped(ref_logprob - logprob.detach()) - (logprob - logprob.detach())
+    gap = _clamped(gap) - shift
     k3 = torch.expm1(gap) - gap
     if config.kl == "k1":
         return -gap

@@ -75,6 +75,20 @@ def _launch(
     inputs: TokenInputs, config: PolicyLossConfig, grad: Tensor, grad_entropy: Tensor | None, parts: Tensor
 ) -> None:
     lower, upper = _bounds(config)
+    # a whole number given as int would compile another kernel
+    numbers = (
+        lower,
+        upper,
+        lower * config.value_low,
+        upper * config.value_high,
+        lower * config.grad_low,
+        upper * config.grad_high,
+        config.dual_clip or 0.0,
+        config.tau_positive,
+        config.tau_negative,
+        config.kl_coefficient,
+        config.entropy_coefficient,
+    )
     policy_loss_kernel[(parts.shape[1],)](
         inputs.logprob,
         inputs.old_logprob,
@@ -90,17 +104,7 @@ def _launch(
         grad_entropy,
         parts,
         grad.numel(),
-        lower,
-        upper,
-        lower * config.value_low,
-        upper * config.value_high,
-        lower * config.grad_low,
-        upper * config.grad_high,
-        config.dual_clip or 0.0,
-        config.tau_positive,
-        config.tau_negative,
-        config.kl_coefficient,
-        config.entropy_coefficient,
+        *map(float, numbers),
         SURROGATE=config.surrogate,
         DUAL_CLIP=config.dual_clip is not None,
         CISPO_MASK=config.cispo_mask,
@@ -113,7 +117,8 @@ def _launch(
 
 def _bounds(config: PolicyLossConfig) -> tuple[float, float]:
     """Of the ratio; of the log-ratio for gmpo."""
-    return (-config.low, config.high) if config.surrogate == "gmpo" else (1.0 - config.low, 1.0 + config.high)
+    low, high = float(config.low), float(config.high)
+    return (-low, high) if config.surrogate == "gmpo" else (1.0 - low, 1.0 + high)
 
 
 def _prepared(inputs: TokenInputs) -> TokenInputs:
