@@ -82,9 +82,15 @@ def test_half_precision_is_rounded_before_the_weight_as_in_hugging_face(dtype, u
     _assert_matches(got, want, rtol=2.1 * ulp, grad_rtol=ulp)
 
 
-def test_float32_has_the_bits_of_torch():
-    x, weight, _ = _inputs(50, 96)
-    assert torch.equal(rmsnorm(x, weight, eps=EPS), F.rms_norm(x, (96,), eps=EPS) * weight)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"]
+)
+def test_portable_has_the_bits_of_torch_with_and_without_a_gradient_to_prepare(dtype):
+    x, weight, _ = _inputs(50, 96, dtype=dtype)
+    wide = x if dtype is torch.float64 else x.float()
+    want = F.rms_norm(wide, (96,), eps=EPS).to(dtype) * weight
+    assert torch.equal(rmsnorm(x, weight, eps=EPS), want)
+    assert torch.equal(rmsnorm(x, weight.requires_grad_(), eps=EPS), want)
 
 
 @every_impl

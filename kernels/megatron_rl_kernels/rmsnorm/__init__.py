@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_kernels.dispatch import Impl, choose_impl
-from megatron_rl_kernels.rmsnorm.portable import PortableRmsnorm
+from megatron_rl_kernels.rmsnorm.portable import rmsnorm_portable
 from megatron_rl_kernels.rmsnorm.reference import rmsnorm_reference, rmsnorm_residual_reference
 
 __all__ = ["rmsnorm", "rmsnorm_reference", "rmsnorm_residual", "rmsnorm_residual_reference"]
@@ -33,8 +33,7 @@ def rmsnorm(x: Tensor, weight: Tensor, *, eps: float, impl: Impl | None = None) 
         return rmsnorm_reference(x, weight, eps=eps)
     if chosen == "triton":
         return _triton(x, None, weight, eps)[0]
-    normed: Tensor = PortableRmsnorm.apply(x, weight, eps)
-    return normed
+    return rmsnorm_portable(x, weight, eps)
 
 
 def rmsnorm_residual(
@@ -58,7 +57,7 @@ def rmsnorm_residual(
         assert summed is not None
         return normed, summed
     summed = x + residual
-    return PortableRmsnorm.apply(summed, weight, eps), summed
+    return rmsnorm_portable(summed, weight, eps), summed
 
 
 def _triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
@@ -78,16 +77,22 @@ def _choose(name: str, x: Tensor, impl: Impl | None) -> Impl:
 
 
 def _check(name: str, x: Tensor, weight: Tensor, eps: float) -> None:
-    got = f"{name}: got x {tuple(x.shape)} of {x.dtype}, weight {tuple(weight.shape)} of {weight.dtype}"
     if x.ndim < 1 or weight.shape != x.shape[-1:] or weight.numel() == 0:
-        raise ValueError(f"{got}; expected x [..., H] and weight [H], H at least 1")
+        raise ValueError(
+            f"{name}: got {_described(x, weight)}; expected x [..., H] and weight [H], H at least 1"
+        )
     if x.dtype not in _DTYPES or weight.dtype != x.dtype:
-        raise TypeError(f"{got}; both must be the same one of " + ", ".join(str(dtype) for dtype in _DTYPES))
+        allowed = ", ".join(str(dtype) for dtype in _DTYPES)
+        raise TypeError(f"{name}: got {_described(x, weight)}; both must be the same one of {allowed}")
     if weight.device != x.device:
         raise ValueError(f"{name}: got x on {x.device}, weight on {weight.device}; put them on one device")
-    if weight.stride(0) != 1 and weight.numel() > 1:
+    if not weight.is_contiguous():
         raise ValueError(f"{name}: weight has stride {weight.stride()}; pass weight.contiguous()")
     if not (math.isfinite(eps) and eps > 0):
         raise ValueError(
             f"{name}: eps = {eps}, must be finite and above 0: a row of zeros would have no norm"
         )
+
+
+def _described(x: Tensor, weight: Tensor) -> str:
+    return f"x {tuple(x.shape)} of {x.dtype}, weight {tuple(weight.shape)} of {weight.dtype}"

@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+
+def rmsnorm_portable(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Without a gradient to prepare this is torch's own call, which has the same bits and starts sooner."""
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        normed: Tensor = PortableRmsnorm.apply(x, weight, eps)
+        return normed
+    return F.rms_norm(_wide(x), weight.shape, eps=eps).to(x.dtype) * weight
 
 
 class PortableRmsnorm(torch.autograd.Function):

@@ -55,11 +55,16 @@ def rotate(x: Tensor, angles: RopeAngles, *, interleaved: bool = False, impl: Im
 
 def _check(x: Tensor, angles: RopeAngles) -> None:
     cos, sin = angles
-    got = f"rope: got x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
     if x.ndim != 3 or cos.ndim != 2 or cos.shape != sin.shape or len(cos) != len(x):
-        raise ValueError(f"{got}; expected x [T, heads, D] and cos, sin [T, R / 2]")
+        raise ValueError(
+            f"rope: got x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected x [T, heads, D] "
+            "and cos, sin [T, R / 2]"
+        )
     if 2 * cos.shape[1] > x.shape[2]:
-        raise ValueError(f"{got}; a head of {x.shape[2]} features has at most {x.shape[2] // 2} frequencies")
+        raise ValueError(
+            f"rope: got x {tuple(x.shape)}, cos {tuple(cos.shape)}; a head of {x.shape[2]} features has at most "
+            f"{x.shape[2] // 2} frequencies"
+        )
     if x.dtype not in _DTYPES or not x.dtype == cos.dtype == sin.dtype:
         raise TypeError(
             f"rope: got x of {x.dtype}, cos of {cos.dtype}, sin of {sin.dtype}; all must be the same one of "
