@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_rl_kernels.linear_logprob import linear_logprob
 from megatron_rl_kernels.linear_policy_loss import PolicyInputs, linear_policy_loss
+from megatron_rl_kernels.linear_policy_loss.autograd import spoil_unless
 from megatron_rl_kernels.policy_loss import METRICS, PolicyLossConfig, policy_loss
 from tests.helpers.policy_batch import (
     CONFIGS,
@@ -337,16 +338,26 @@ def test_upstream_gradient_that_is_not_the_announced_one_raises():
         run(batch, PPO, upstream=2.0, main_grad=torch.zeros_like(batch.weight))
 
 
+def test_on_a_device_a_gradient_of_the_wrong_scale_turns_into_nan():
+    for fits, is_spoiled in ((True, False), (False, True)):
+        grads = torch.ones(2, 3, 4)
+        spoil_unless(torch.tensor(fits), grads[0], None, grads[1][:1])
+        assert torch.isnan(grads[0]).all() == torch.isnan(grads[1][0]).all() == is_spoiled
+        assert torch.equal(grads[1][1:], torch.ones(2, 4))
+
+
 def test_main_grad_is_not_touched_without_gradients(recwarn):
     batch = make_batch(40, 60)
     hidden, weight = _leaves(batch)
     main_grad = torch.zeros_like(batch.weight)
     with torch.no_grad():
         quiet = linear_policy_loss(hidden, weight, batch.target, batch.inputs, PPO, main_grad=main_grad)
-    frozen = linear_policy_loss(hidden, batch.weight, batch.target, batch.inputs, PPO, main_grad=main_grad)
-    frozen.loss.backward()
+    frozen = linear_policy_loss(
+        hidden, batch.weight, batch.target, batch.inputs, PPO, main_grad=main_grad, loss_scale=4.0
+    )
+    (frozen.loss * 4.0).backward()
     assert not quiet.loss.requires_grad and quiet.loss == frozen.loss.detach()
-    assert torch.equal(hidden.grad, run(batch, PPO).grad_hidden)
+    assert torch.equal(hidden.grad, run(batch, PPO, upstream=4.0).grad_hidden)
     assert main_grad.abs().max() == 0
     assert not recwarn.list
 

@@ -62,9 +62,10 @@ def linear_policy_loss(
 
     Gradients are made in forward, unless under no_grad, and handed over by the one backward (a second raises).
     `main_grad` [V_local, H] float32: the head's gradient times `loss_scale` is added to it in forward, `weight`
-    gets none. `loss_scale` is the upstream gradient that backward will bring: one that differs raises (on CUDA:
-    turns the gradient of `hidden` into NaN); so call this outside of recomputed (checkpointed) regions, and under
-    no_grad where no backward will run. Without `main_grad` any upstream gradient is right.
+    gets none. `loss_scale` is the upstream gradient that backward will bring: one that differs raises (on CUDA it
+    turns the gradient of `hidden` and a row of `main_grad` into NaN). So call this outside of recomputed
+    (checkpointed) regions, and under no_grad where no backward will run. Without `main_grad` any upstream
+    gradient is right.
 
     `chunk_tokens` trained tokens are in work at once, with a workspace of chunk_tokens * V_local float32
     (portable; None: 160 MiB of it) or bfloat16 (triton; None: 4096 tokens). gspo and gmpo keep sequences whole;

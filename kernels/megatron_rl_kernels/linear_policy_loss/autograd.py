@@ -23,8 +23,8 @@ class LinearPolicyLossFunction(torch.autograd.Function):
         result, gradients = run(
             hidden, weight, target, call, want_hidden=want_hidden, want_weight=want_weight
         )
-        scale = call.loss_scale if want_weight and call.main_grad is not None else None
-        ctx.ready = _ReadyGradients(gradients, dtype=hidden.dtype, main_grad_scale=scale)
+        main_grad = call.main_grad if want_weight else None
+        ctx.ready = _ReadyGradients(gradients, dtype=hidden.dtype, main_grad=main_grad, scale=call.loss_scale)
         ctx.mark_non_differentiable(result.logprob, result.entropy, result.metrics)
         ctx.set_materialize_grads(False)
         return result.loss, result.logprob, result.entropy, result.metrics
@@ -42,15 +42,21 @@ class LinearPolicyLossFunction(torch.autograd.Function):
 class _ReadyGradients:
     """Gradients between forward and the one backward; keeping them for a second would cost a copy of each.
 
-    `main_grad_scale`: the upstream gradient that main_grad was given in forward; None: main_grad was not touched.
+    `main_grad` was given the head's gradient times `scale` in forward; None: it was not touched.
     """
 
     def __init__(
-        self, gradients: Gradients, *, dtype: torch.dtype, main_grad_scale: float | Tensor | None
+        self,
+        gradients: Gradients,
+        *,
+        dtype: torch.dtype,
+        main_grad: Tensor | None,
+        scale: float | Tensor,
     ) -> None:
         self._gradients: Gradients | None = gradients
         self._dtype = dtype
-        self._main_grad_scale = main_grad_scale
+        self._main_grad = main_grad
+        self._scale = scale
 
     def hand_over(self, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """(hidden's, weight's), times `upstream` and rounded once; written in place, hence only once."""
@@ -61,31 +67,41 @@ class _ReadyGradients:
             )
         gradients, self._gradients = self._gradients, None
         hidden, weight = gradients.hidden, gradients.weight
-        if self._main_grad_scale is not None:
-            return self._checked(hidden, upstream, self._main_grad_scale), None
-        if upstream.device.type != "cpu" or upstream.item() != 1:
+        if self._main_grad is not None:
+            # the scale is in these gradients already
+            self._check_scale(upstream, hidden, self._main_grad)
+        elif upstream.device.type != "cpu" or upstream.item() != 1:
             hidden, weight = (None if one is None else one.mul_(upstream) for one in (hidden, weight))
-        return tuple(None if one is None else one.to(self._dtype) for one in (hidden, weight))  # type: ignore[return-value]
+        return self._rounded(hidden), self._rounded(weight)
 
-    def _checked(self, hidden: Tensor | None, upstream: Tensor, scale: float | Tensor) -> Tensor | None:
-        """hidden's gradient, which has the scale already; what main_grad holds cannot be changed any more."""
-        expected = torch.as_tensor(scale, dtype=upstream.dtype, device=upstream.device)
+    def _rounded(self, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else grad.to(self._dtype)
+
+    def _check_scale(self, upstream: Tensor, hidden: Tensor | None, main_grad: Tensor) -> None:
+        expected = torch.as_tensor(self._scale, dtype=upstream.dtype, device=upstream.device)
         if upstream.device.type == "cpu" and upstream.item() != expected.item():
             raise RuntimeError(
                 f"linear_policy_loss: backward got the upstream gradient {upstream.item():g}, but main_grad was given "
                 f"the head's gradient times loss_scale = {expected.item():g}; pass loss_scale = {upstream.item():g} "
                 "and zero main_grad, which holds the wrong one now"
             )
-        if hidden is None:
-            return None
-        # without waiting for the device: a scale that does not fit must not look like a gradient
-        return hidden.masked_fill_(upstream != expected, float("nan")).to(self._dtype)
+        spoil_unless(upstream == expected, main_grad[:1], hidden)
 
     def __del__(self) -> None:
-        if self._gradients is not None and self._main_grad_scale is not None:
+        if self._gradients is not None and self._main_grad is not None:
             warnings.warn(
                 "linear_policy_loss: main_grad holds the gradient of a loss whose backward never ran; zero it, "
                 "and call under torch.no_grad() where no gradient is wanted",
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def spoil_unless(fits: Tensor, *grads: Tensor | None) -> None:
+    """Fill `grads` with NaN if `fits` (0-dim bool) is False, without waiting for the device to know.
+
+    A gradient of the wrong scale must not look like one: the finite check of the step finds this.
+    """
+    for grad in grads:
+        if grad is not None:
+            grad.masked_fill_(~fits, float("nan"))

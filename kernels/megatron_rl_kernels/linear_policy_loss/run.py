@@ -69,6 +69,9 @@ def run(
     hidden: Tensor, weight: Tensor, target: Tensor, call: Call, *, want_hidden: bool, want_weight: bool
 ) -> tuple[LinearPolicyLoss, Gradients]:
     """Values of all N tokens and, where wanted, gradients. See `linear_policy_loss` for shapes."""
+    if not want_weight:
+        # nothing is announced to a head that learns nothing, so backward may bring any upstream gradient
+        call = replace(call, main_grad=None)
     given = call.inputs if call.config.is_sequence_level else replace(call.inputs, cu_seqlens=None)
     index, inputs = keep_trained(given, torch.promote_types(hidden.dtype, torch.float32))
     objective = Objective(inputs, call.config)
