@@ -1,5 +1,6 @@
 """linear_policy_loss with its head sharded over real gloo processes, against the unsharded head."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -29,6 +30,8 @@ def _batch(rows):
 
 
 def _worker(rank, world_size):
+    # read when Triton is imported, which its implementation does when it runs first
+    os.environ["TRITON_INTERPRET"] = "1"
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     pair = dist.new_group([0, 1])
     results = {}
@@ -50,6 +53,8 @@ def _worker(rank, world_size):
             config = CONFIGS[name]
             results[layout, name] = run(batch, config, **options)
             results[layout, name, "sequence parallel"] = run(part, config, sequence_parallel=True, **options)
+        for name in ("gppo", "clip, entropy bonus"):
+            results[layout, name, "triton"] = run(batch, CONFIGS[name], impl="triton", **options)
         main_grad = torch.ones_like(batch.weight)
         run(batch, CONFIGS["gppo"], main_grad=main_grad, **options)
         results[layout, "main_grad"] = main_grad
@@ -89,6 +94,20 @@ def test_sharded_head_gives_the_values_and_gradients_of_one_head(layout, name, r
     grad_weight = torch.cat([shard.grad_weight for shard in shards])
     assert relative_error(grad_weight, want.grad_weight) < 1e-5
     assert grad_weight[VOCAB:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", ["gppo", "clip, entropy bonus"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_head_in_triton_gives_what_the_portable_one_does(layout, name, ranks):
+    shards, wanted = _shards(ranks, layout, name, "triton"), _shards(ranks, layout, name)
+    for got, want in zip(shards, wanted, strict=True):
+        for value in ("loss", "logprob", "entropy", "metrics", "grad_hidden"):
+            assert torch.equal(getattr(got, value), getattr(shards[0], value)), value
+        torch.testing.assert_close(got.logprob, want.logprob, rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(got.entropy, want.entropy, rtol=1e-6, atol=2e-6)
+        assert relative_error(got.grad_hidden, want.grad_hidden) < 1e-5
+        # a shard of padding alone wants exact zeros
+        torch.testing.assert_close(got.grad_weight, want.grad_weight, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", LOSSES)
