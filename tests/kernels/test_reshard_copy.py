@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_rl_kernels.reshard_copy import CopyTable, Slice, reshard_pack, reshard_unpack
+from megatron_rl_kernels.reshard_copy.triton_op import _launches
 
 IMPLS = ["reference", "portable", "triton"]
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -190,6 +191,41 @@ def test_overlapping_destinations_are_refused_by_name():
         ValueError, match=r"slice 1 \(right\) and slice 2 \(alias\) share|slice 0 \(left\) and slice 2"
     ):
         reshard_unpack(flat, [left, right, alias])
+
+
+def test_overlaps_behind_a_slice_that_lies_between_runs_are_seen():
+    tensor, flat = torch.zeros(100), torch.zeros(40)
+    runs = Slice(tensor=tensor, start=0, rows=10, width=2, stride=10, offset=0, name="runs")
+    between = Slice(tensor=tensor, start=15, rows=1, width=3, stride=3, offset=20, name="between")
+    free = Slice(tensor=tensor, start=52, rows=1, width=4, stride=4, offset=24, name="free")
+    reshard_unpack(flat, [runs, between, free])
+    late = Slice(tensor=tensor, start=51, rows=1, width=4, stride=4, offset=24, name="late")
+    with pytest.raises(ValueError, match=r"slice 0 \(runs\) and slice 2 \(late\) share elements of a tensor"):
+        reshard_unpack(flat, [runs, between, late])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_units_of_16_bytes_are_used_where_everything_is_aligned_and_nowhere_else(dtype):
+    whole = 16 // dtype.itemsize
+    room = torch.zeros(1 + 64 * 64, dtype=dtype)
+    aligned, shifted = room[:-1].view(64, 64), room[1:].view(64, 64)
+    assert room.data_ptr() % 16 == 0
+    for tensor, start, length, offset, unit in (
+        (aligned, 0, 64, 0, whole),
+        (aligned, whole, 2 * whole, 3 * whole, whole),
+        (aligned, 1, whole, 0, 1),
+        (aligned, 0, whole + 1, 0, 1),
+        (aligned, 0, whole, 1, 1),
+        (shifted, 0, whole, 0, 1),
+        (shifted[:, :60].contiguous(), 0, whole, 0, whole if 60 % whole == 0 else 1),
+    ):
+        piece = Slice.along(tensor, dim=1, start=start, length=length, offset=offset)
+        table = CopyTable([piece], flat_size=5000, flat_dtype=dtype)
+        (launch,) = _launches(table, tensor.device, aligned=True)
+        assert launch.vec == unit, (start, length, offset)
+        if unit > 1:
+            assert not (launch.rows[:, 0] % 16).any()
+        assert [each.vec for each in _launches(table, tensor.device, aligned=False)] == [1]
 
 
 def test_a_buffer_that_is_not_the_one_checked_for_is_refused():

@@ -150,13 +150,12 @@ class CopyTable:
         start, end, owner = torch.cat(starts), torch.cat(ends), torch.cat(owners)
         order = start.argsort(stable=True)
         start, end, owner = start[order], end[order], owner[order]
-        clash = (end[:-1].cummax(0).values > start[1:]).nonzero()
+        # sorted by their start, runs overlap somewhere if and only if two neighbours do
+        clash = (end[:-1] > start[1:]).nonzero()
         if len(clash):
-            at = int(clash[0, 0])
-            before = int(owner[int(end[: at + 1].argmax())])
+            first, second = (self.describe(int(owner[clash[0, 0] + next_one])) for next_one in (0, 1))
             raise ValueError(
-                f"{op}: {self.describe(before)} and {self.describe(int(owner[at + 1]))} share elements of a tensor; "
-                "every element may be written once"
+                f"{op}: {first} and {second} share elements of a tensor; every element may be written once"
             )
 
     def _check(self, index: int, piece: Slice) -> None:
