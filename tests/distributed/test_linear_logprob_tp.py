@@ -20,7 +20,7 @@ LAYOUTS = {
     "tp3 with a shard of one row": [0, 14, 15, 23],
     "tp3 with a shard of padding": [0, 12, 24, 36],
 }
-IMPLS = ("reference", "portable")
+IMPLS = ("reference", "portable", "triton")
 TEMPERATURE = 0.8
 
 

@@ -45,27 +45,30 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRows:
-    """What backward knows of each token, besides its hidden state; rows of the statistics' dtype.
+    """What backward knows of each token, besides its hidden state; [n] of the statistics' dtype.
 
-    With p the probabilities and l = z - lse: dz = grad (onehot - p) - pull p (l + entropy).
+    With d = z - base and e = exp(d): dz = grad onehot - e (slope + pull (d + offset)). The division of e by its sum
+    is in slope and pull. Nothing here is as large as z, so that an offset shared by all logits costs no digits.
     """
 
     target: Tensor  # [n] int64, global ids
-    lse: Tensor  # [n]
-    inv_temperature: float | Tensor  # or [n]
-    grad: Tensor  # [n] upstream of the log-prob / temperature, 0 without a target
-    pull: Tensor | None  # [n] upstream of the entropy / temperature
-    entropy: Tensor | None  # [n], where pull is given
+    base: Tensor
+    inv_temperature: float | Tensor
+    grad: Tensor  # upstream of the log-prob / temperature, 0 without a target
+    slope: Tensor  # grad / sum of e
+    pull: Tensor | None  # upstream of the entropy / temperature / sum of e; None: there is no such
+    offset: Tensor | None  # entropy - log of the sum of e, where pull is given
 
     def part(self, tokens: slice) -> TokenRows:
         inv = self.inv_temperature
         return TokenRows(
             target=self.target[tokens],
-            lse=self.lse[tokens],
+            base=self.base[tokens],
             inv_temperature=inv if isinstance(inv, float) else inv[tokens],
             grad=self.grad[tokens],
+            slope=self.slope[tokens],
             pull=None if self.pull is None else self.pull[tokens],
-            entropy=None if self.entropy is None else self.entropy[tokens],
+            offset=None if self.offset is None else self.offset[tokens],
         )
 
 
@@ -102,9 +105,10 @@ class LinearLogprobFunction(torch.autograd.Function):
         entropy = result.entropy if head.with_entropy else None
         ctx.head, ctx.engine = head, engine
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(result.lse)
-        ctx.save_for_backward(hidden, weight, target, result.lse, entropy, result.has_target)
-        return result.logprob, entropy, result.lse
+        lse = result.lse
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(hidden, weight, target, result.base, result.sum_exp, entropy, result.has_target)
+        return result.logprob, entropy, lse
 
     @staticmethod
     @once_differentiable
@@ -113,9 +117,12 @@ class LinearLogprobFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         if grad_logprob is None and grad_entropy is None:
             return None, None, None, None, None
-        hidden, weight, target, lse, entropy, has_target = ctx.saved_tensors
+        hidden, weight, target, base, sum_exp, entropy, has_target = ctx.saved_tensors
         head: Head = ctx.head
-        rows, active = _token_rows(head, target, lse, entropy, has_target, grad_logprob, grad_entropy)
+        if grad_logprob is not None:
+            # NaN stands where there is no target
+            grad_logprob = torch.where(has_target, grad_logprob, 0.0)
+        rows, active = _token_rows(head, target, base, sum_exp, entropy, grad_logprob, grad_entropy)
         # a token without gradient may hold anything, inf too: 0 * inf would reach every row of the head
         everywhere = torch.where(active[:, None], gather_tokens(hidden, head), 0.0)
         loop = _GradientLoop(everywhere, weight, rows, head, ctx.engine, *ctx.needs_input_grad[:2])
@@ -164,31 +171,38 @@ def stats_dtype(hidden: Tensor) -> torch.dtype:
 def _token_rows(
     head: Head,
     target: Tensor,
-    lse: Tensor,
+    base: Tensor,
+    sum_exp: Tensor,
     entropy: Tensor | None,
-    has_target: Tensor,
     grad_logprob: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> tuple[TokenRows, Tensor]:
-    """What the blocks need of each token, and which tokens [N] bool have a gradient at all."""
-    grad = torch.zeros_like(lse)
-    if grad_logprob is not None:
-        grad = torch.where(has_target, grad_logprob.to(lse.dtype), 0.0)
+    """What the blocks need of each token, and which tokens [N] bool have a gradient at all.
+
+    For the others every number is replaced: with hidden states of 0, e = exp(0) meets slopes of 0.
+    """
+    grad = torch.zeros_like(base) if grad_logprob is None else grad_logprob.to(base.dtype)
     active = grad != 0
-    pull = None
+    if grad_entropy is not None:
+        active = active | (grad_entropy != 0)
+    inv_temperature = head.inv_temperature
+    if isinstance(inv_temperature, Tensor):
+        inv_temperature = torch.where(active, inv_temperature, 1.0)
+    grad = grad * inv_temperature
+    sum_exp = torch.where(active, sum_exp, 1.0)
+    pull = offset = None
     if grad_entropy is not None:
         assert entropy is not None
-        active = active | (grad_entropy != 0)
-        entropy = torch.where(active, entropy, 0.0)
-        pull = torch.where(active, grad_entropy.to(lse.dtype) * head.inv_temperature, 0.0)
+        pull = grad_entropy.to(base.dtype) * inv_temperature / sum_exp
+        offset = torch.where(active, entropy, 0.0) - sum_exp.log()
     rows = TokenRows(
         target=target,
-        # with zeros for hidden states, p = exp(0 - 0) = 1 meets gradients of 0
-        lse=torch.where(active, lse, 0.0),
-        inv_temperature=head.inv_temperature,
-        grad=torch.where(active, grad * head.inv_temperature, 0.0),
+        base=torch.where(active, base, 0.0),
+        inv_temperature=inv_temperature,
+        grad=grad,
+        slope=grad / sum_exp,
         pull=pull,
-        entropy=entropy if pull is not None else None,
+        offset=offset,
     )
     return rows, active
 

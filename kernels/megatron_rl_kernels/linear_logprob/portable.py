@@ -86,17 +86,18 @@ def _fold(logits: Tensor, local: Tensor, with_entropy: bool, *, out: Tensor) -> 
 
 
 def _differentiate(logits: Tensor, rows: TokenRows) -> None:
-    """Logits [n, b] -> -p (grad + pull (l + entropy)), in place: dz but for the target's column."""
-    logits.sub_(rows.lse[:, None])
+    """Logits [n, b] -> dz but for the target's column, in place."""
+    shifted = logits.sub_(rows.base[:, None])
     if rows.pull is None:
-        logits.exp_().mul_(-rows.grad[:, None])
+        shifted.exp_().mul_(-rows.slope[:, None])
         return
-    assert rows.entropy is not None
-    probs = logits.exp()
-    pull = -rows.pull[:, None]
-    logits.clamp_(min=LOWEST_SHIFT).add_(rows.entropy[:, None]).mul_(pull).sub_(rows.grad[:, None]).mul_(
-        probs
-    )
+    assert rows.offset is not None
+    exp = shifted.exp()
+    # exp is 0 where the logit is -inf, and 0 * -inf would be NaN
+    shifted.clamp_(min=LOWEST_SHIFT)
+    # -(slope + pull (shifted + offset)) as one product and one sum per logit
+    constant = -(rows.slope + rows.pull * rows.offset)
+    shifted.mul_(-rows.pull[:, None]).add_(constant[:, None]).mul_(exp)
 
 
 def _add_at_target(grad_logits: Tensor, local: Tensor, grad: Tensor) -> None:

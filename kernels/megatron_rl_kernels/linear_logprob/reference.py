@@ -56,7 +56,7 @@ def linear_logprob_reference(
     chosen = logprobs.gather(1, torch.where(is_real, local, 0)[:, None]).squeeze(1)
     return LinearLogprob(
         logprob=torch.where(is_real, chosen, float("nan")),
-        entropy=-torch.where(logprobs > float("-inf"), logprobs.exp() * logprobs, 0.0).sum(dim=1)
+        entropy=-torch.where(logprobs == float("-inf"), 0.0, logprobs.exp() * logprobs).sum(dim=1)
         if with_entropy
         else None,
         lse=torch.logsumexp(logits.detach() / temperature, dim=1),

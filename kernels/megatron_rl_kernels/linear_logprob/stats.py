@@ -32,8 +32,14 @@ class Outcome:
 
     logprob: Tensor  # [N] of the target; NaN where no part holds it (or two do)
     entropy: Tensor  # [N]; meaningless where MOMENT was not summed
-    lse: Tensor  # [N]
+    base: Tensor  # [N] largest logit, 0 where there is none
+    sum_exp: Tensor  # [N] sum exp(z - base), at least 1
     has_target: Tensor  # [N] bool
+
+    @property
+    def lse(self) -> Tensor:
+        """[N] log-sum-exp of the logits."""
+        return self.base + self.sum_exp.log()
 
 
 def empty_part(num_tokens: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -71,7 +77,7 @@ def outcome(stats: Tensor) -> Outcome:
     logprob = (stats[TARGET] - log_sum).masked_fill(~has_target, float("nan"))
     # rounding may leave a distribution of one token at -1e-8
     entropy = (log_sum - stats[MOMENT] / stats[SUM]).clamp(min=0)
-    return Outcome(logprob, entropy, base_of(stats[TOP]) + log_sum, has_target)
+    return Outcome(logprob, entropy, base_of(stats[TOP]), stats[SUM], has_target)
 
 
 def base_of(top: Tensor) -> Tensor:

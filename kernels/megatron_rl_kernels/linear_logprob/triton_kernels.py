@@ -129,12 +129,13 @@ def gradient_of_logits(
     hidden,        # descriptor [n, H] bf16/f16/f32, blocks [BM, BK], read only
     weight,        # descriptor [b, H] same dtype, blocks [BN, BK], read only
     target_ptr,    # [n] int64 global ids, read only
-    lse_ptr,       # [n] f32 nats, read only
+    base_ptr,      # [n] f32 nats, read only
     inv_ptr,       # [n] or [1] f32, 1 / temperature, read only
     inv_stride,    # 1 or 0
-    grad_ptr,      # [n] f32, upstream of the log-prob / temperature, read only
-    pull_ptr,      # [n] f32, upstream of the entropy / temperature, read only; unused without ENTROPY
-    entropy_ptr,   # [n] f32 nats, read only; unused without ENTROPY
+    grad_ptr,      # [n] f32, read only; this and the next as in autograd.TokenRows
+    slope_ptr,     # [n] f32, read only
+    pull_ptr,      # [n] f32, read only; unused without ENTROPY
+    offset_ptr,    # [n] f32 nats, read only; unused without ENTROPY
     out_ptr,       # [n, b] dtype of hidden, row stride out_stride, written
     out_stride,
     num_tokens,    # n
@@ -149,7 +150,7 @@ def gradient_of_logits(
     ENTROPY: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One program: a BM x BN block of dz = grad (onehot - p) - pull p (l + entropy), with l = z - lse."""
+    """One program: a BM x BN block of dz = grad onehot - e (slope + pull (d + offset)), d = z - base, e = exp(d)."""
     column_blocks = tl.cdiv(num_columns, BN)
     token_block, column_block = _grouped(tl.program_id(0), tl.cdiv(num_tokens, BM), column_blocks, GROUP)
     rows = token_block * BM + tl.arange(0, BM)
@@ -157,29 +158,30 @@ def gradient_of_logits(
     first = column_block * BN
     z = _product(hidden, weight, token_block * BM, first, hidden_size, BM, BN, BK, UPCAST)
     local = _local_target(target_ptr, rows, exists, first_column, num_columns)
-    scale = tl.load(inv_ptr + rows * inv_stride, mask=exists, other=1.0) * _LOG2E
-    lse2 = tl.load(lse_ptr + rows, mask=exists, other=0.0) * _LOG2E
+    inv = tl.load(inv_ptr + rows * inv_stride, mask=exists, other=1.0)
+    base = tl.load(base_ptr + rows, mask=exists, other=0.0)
     grad = tl.load(grad_ptr + rows, mask=exists, other=0.0)
-    pull = grad
-    entropy = grad
+    slope = tl.load(slope_ptr + rows, mask=exists, other=0.0)
+    pull = slope
     if ENTROPY:
         pull = tl.load(pull_ptr + rows, mask=exists, other=0.0)
-        entropy = tl.load(entropy_ptr + rows, mask=exists, other=0.0)
+        # the part of pull (d + offset) that is the same in all columns
+        slope += pull * tl.load(offset_ptr + rows, mask=exists, other=0.0)
     out = out_ptr + rows.to(tl.int64)[:, None] * out_stride
     if PARTS == 1:
         cols = first + tl.arange(0, BN)
-        dz = _differentiate(z, cols, local, scale, lse2, grad, pull, entropy, ENTROPY)
+        dz = _differentiate(z, cols, local, inv, base, grad, slope, pull, ENTROPY)
         inside = exists[:, None] & (cols < num_columns)[None, :]
         tl.store(out + cols[None, :], dz.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         HALF: tl.constexpr = BN // 2
         left, right = tl.split(tl.permute(tl.reshape(z, (BM, 2, HALF)), (0, 2, 1)))
         cols = first + tl.arange(0, HALF)
-        dz = _differentiate(left, cols, local, scale, lse2, grad, pull, entropy, ENTROPY)
+        dz = _differentiate(left, cols, local, inv, base, grad, slope, pull, ENTROPY)
         inside = exists[:, None] & (cols < num_columns)[None, :]
         tl.store(out + cols[None, :], dz.to(out_ptr.dtype.element_ty), mask=inside)
         cols += HALF
-        dz = _differentiate(right, cols, local, scale, lse2, grad, pull, entropy, ENTROPY)
+        dz = _differentiate(right, cols, local, inv, base, grad, slope, pull, ENTROPY)
         inside = exists[:, None] & (cols < num_columns)[None, :]
         tl.store(out + cols[None, :], dz.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -236,11 +238,12 @@ def _fold(z, cols, end, local, scale, top, total, moment, at_target, ENTROPY: tl
 
 
 @triton.jit
-def _differentiate(z, cols, local, scale, lse2, grad, pull, entropy, ENTROPY: tl.constexpr):
-    """[BM, columns] dz of products z; lse2 and the scaled logits are in units of log2."""
-    log2_prob = z * scale[:, None] - lse2[:, None]
-    prob = tl.exp2(log2_prob)
-    slope = grad[:, None]
+def _differentiate(z, cols, local, inv, base, grad, slope, pull, ENTROPY: tl.constexpr):
+    """[BM, columns] dz of products z; slope holds what is the same in all columns."""
+    # one fused multiply-add: without a temperature the difference is exact
+    shifted = z * inv[:, None] - base[:, None]
+    exp = tl.exp2(shifted * _LOG2E)
+    weight = slope[:, None]
     if ENTROPY:
-        slope = slope + pull[:, None] * (tl.maximum(log2_prob, _LOWEST) * _LN2 + entropy[:, None])
-    return tl.where(cols[None, :] == local[:, None], grad[:, None], 0.0) - prob * slope
+        weight += pull[:, None] * tl.maximum(shifted, _LOWEST)
+    return tl.where(cols[None, :] == local[:, None], grad[:, None], 0.0) - exp * weight
