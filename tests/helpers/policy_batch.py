@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_rl_kernels.linear_policy_loss import PolicyInputs, linear_policy_loss
 from megatron_rl_kernels.policy_loss import PolicyLossConfig
@@ -113,3 +115,18 @@ def assert_matches(got: Run, want: Run, *, value_atol: float, grad_rtol: float) 
     # counts of clipped tokens are whole numbers, so no ratio may fall on the other side of its bound
     metrics = (got.metrics.double() - want.metrics).abs() / want.metrics.abs().clamp(min=1.0)
     assert metrics.max() <= max(value_atol, 1e-5), f"metrics: {got.metrics} instead of {want.metrics}"
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest storage that any operator returned while active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.num_bytes = max(self.num_bytes, leaf.untyped_storage().nbytes())
+        return out

@@ -6,8 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_rl_kernels.linear_logprob import linear_logprob
 from megatron_rl_kernels.linear_policy_loss import PolicyInputs, linear_policy_loss
@@ -16,6 +14,7 @@ from megatron_rl_kernels.policy_loss import METRICS, PolicyLossConfig, policy_lo
 from tests.helpers.policy_batch import (
     CONFIGS,
     Batch,
+    LargestTensor,
     assert_matches,
     make_batch,
     reference,
@@ -43,6 +42,34 @@ def test_any_size_matches_with_and_without_a_gradient_of_the_entropy(num_tokens,
     for name in ("clip", "clip, entropy bonus"):
         got = run(batch, CONFIGS[name], chunk_tokens=50)
         assert_matches(got, reference(batch, CONFIGS[name]), **EXACT)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_shapes_chunks_and_temperatures_match(seed):
+    draw = torch.Generator().manual_seed(seed)
+
+    def pick(*choices):
+        return choices[int(torch.randint(len(choices), (1,), generator=draw))]
+
+    num_tokens, vocab = (
+        int(torch.randint(1, 131, (1,), generator=draw)),
+        pick(1, 2, 255, 256, 257, 1000, 4099),
+    )
+    valid_vocab = max(1, vocab - pick(0, 1, 7))
+    temperature = pick(0.3, 1.0, 2.0)
+    batch = make_batch(
+        num_tokens,
+        vocab,
+        hidden_size=pick(1, 8, 40),
+        temperature=temperature,
+        valid_vocab=valid_vocab,
+        seed=seed,
+    )
+    config = pick(*CONFIGS.values())
+    options = {"temperature": temperature, "valid_vocab": valid_vocab}
+    got = run(batch, config, chunk_tokens=pick(1, 13, 64, None), **options)
+    # at a temperature of 0.3 logits reach 30
+    assert_matches(got, reference(batch, config, **options), value_atol=1e-4, grad_rtol=2e-5)
 
 
 def test_float64_inputs_are_computed_in_float64():
@@ -377,31 +404,16 @@ def test_frozen_hidden_states_leave_the_gradient_of_the_head_as_it_is():
     assert torch.equal(weight.grad, run(batch, PPO).grad_weight)
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Remembers the largest storage that any operator returned while active, in elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
-        return out
-
-
 @pytest.mark.parametrize("name", ["clip", "clip, entropy bonus", "gspo"])
 def test_no_tensor_is_larger_than_one_chunk_of_logits(name):
     batch = make_batch(2048, 1000, hidden_size=8)
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         run(batch, CONFIGS[name], chunk_tokens=64)
-    assert largest.elements <= 64 * 1000
+    assert largest.num_bytes <= 4 * 64 * 1000
     # the instrument does see what the definition materialises
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         run(batch, CONFIGS[name], impl="reference")
-    assert largest.elements == int(batch.inputs.mask.sum()) * 1000
+    assert largest.num_bytes == 4 * int(batch.inputs.mask.sum()) * 1000
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from megatron_rl_kernels.linear_policy_loss import linear_policy_loss
 from tests.helpers.policy_batch import (
     CONFIGS,
     Batch,
+    LargestTensor,
     assert_matches,
     make_batch,
     reference,
@@ -193,6 +194,14 @@ def test_without_gradients_values_are_the_same_bits():
         )
     want = run(batch, CONFIGS["clip"], impl="triton")
     assert torch.equal(got.loss, want.loss) and torch.equal(got.logprob, want.logprob)
+
+
+def test_no_tensor_is_larger_than_the_workspace_of_a_chunk():
+    batch = make_batch(300, 1000, hidden_size=8)
+    with LargestTensor() as largest:
+        run(batch, CONFIGS["clip"], impl="triton", chunk_tokens=64)
+    # rows are padded to whole tiles of columns
+    assert largest.num_bytes == 4 * 64 * 1024
 
 
 FAR_ROWS = """

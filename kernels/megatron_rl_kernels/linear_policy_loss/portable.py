@@ -166,4 +166,5 @@ def _add_at_target(grad_logits: Tensor, column: Tensor, grad: Tensor) -> None:
     """Add `grad` [n] in the target's column of each row that has its target in this block [n, b]."""
     owned = (column >= 0) & (column < grad_logits.shape[1])
     safe = column.clamp(0, grad_logits.shape[1] - 1)[:, None]
-    grad_logits.scatter_add_(1, safe, torch.where(owned, grad, 0.0)[:, None])
+    # one column of each row, so nothing depends on an order, as it would in scatter_add
+    grad_logits.scatter_(1, safe, grad_logits.gather(1, safe) + torch.where(owned, grad, 0.0)[:, None])
