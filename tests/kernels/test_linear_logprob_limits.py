@@ -112,6 +112,19 @@ def test_token_without_any_finite_logit_is_nan_and_alone(impl):
 
 
 @IMPLS
+@pytest.mark.parametrize("junk", [NAN, INF], ids=str)
+def test_token_with_a_logit_that_is_no_number_is_nan_and_alone(junk, impl):
+    hidden, weight, target = inputs(5, 520)
+    # a product of these overflows in row 7 alone, while NaN reaches every row
+    hidden[1, 0] = 3e38 if junk == INF else junk
+    weight[:, 0] = 0.0
+    weight[7, 0] = 100.0
+    got = linear_logprob(hidden, weight, target, impl=impl, chunk_vocab=100)
+    for values in (got.logprob, got.entropy):
+        assert torch.isnan(values).tolist() == [False, True, False, False, False]
+
+
+@IMPLS
 def test_target_outside_the_vocabulary_is_nan_without_gradient_of_its_logprob(impl):
     hidden, weight, _ = inputs(6, 8)
     # ids 10 to 16 are real; the first and the last are; 2^32 + 12 is 12 in 32 bits

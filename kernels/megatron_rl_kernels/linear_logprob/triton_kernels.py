@@ -220,8 +220,8 @@ def _product(
 def _fold(z, cols, end, local, scale, top, total, moment, at_target, ENTROPY: tl.constexpr):
     """Add the columns `cols` below `end` to the running statistics, which are relative to `top`."""
     inside = (cols < end)[None, :]
-    # a padded column may equal a target that another shard owns: it must be inside, too
-    at_target += tl.sum(tl.where((cols[None, :] == local[:, None]) & inside, z, 0.0), 1)
+    # a column at or beyond `end` never matches: local is a row of this shard, and only its last tile reaches further
+    at_target += tl.sum(tl.where(cols[None, :] == local[:, None], z, 0.0), 1)
     z = tl.where(inside, z, float("-inf"))
     new_top = tl.maximum(top, tl.max(z, 1))
     # a row that has seen -inf alone: -inf minus -inf would be NaN

@@ -35,30 +35,32 @@ class TritonEngine:
         parts = torch.empty(
             (num_splits, NUM_STATISTICS, num_tokens), dtype=torch.float32, device=hidden.device
         )
-        kernels.forward_statistics[(token_blocks * num_splits,)](
-            descriptor(hidden, tile.m, tile.k),
-            descriptor(weight[: head.num_rows], tile.n, tile.k),
-            target.contiguous(),
-            inv,
-            inv_stride,
-            parts,
-            num_tokens,
-            head.num_rows,
-            hidden.shape[1],
-            head.vocab_start,
-            split_rows,
-            num_splits,
-            BM=tile.m,
-            BN=tile.n,
-            BK=tile.k,
-            PARTS=tile.parts,
-            GROUP=tile.group,
-            ENTROPY=head.with_entropy,
-            UPCAST=INTERPRETED,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
-        return merged(parts)
+        # launches go to the current device, which need not be the tensors'
+        with torch.cuda.device_of(hidden):
+            kernels.forward_statistics[(token_blocks * num_splits,)](
+                descriptor(hidden, tile.m, tile.k),
+                descriptor(weight[: head.num_rows], tile.n, tile.k),
+                target.contiguous(),
+                inv,
+                inv_stride,
+                parts,
+                num_tokens,
+                head.num_rows,
+                hidden.shape[1],
+                head.vocab_start,
+                split_rows,
+                num_splits,
+                BM=tile.m,
+                BN=tile.n,
+                BK=tile.k,
+                PARTS=tile.parts,
+                GROUP=tile.group,
+                ENTROPY=head.with_entropy,
+                UPCAST=INTERPRETED,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+            return merged(parts)
 
     def operand(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -76,33 +78,34 @@ class TritonEngine:
         num_tokens, num_columns = out.shape
         inv, inv_stride = _inverse(rows.inv_temperature, hidden)
         blocks = triton.cdiv(num_tokens, tile.m) * triton.cdiv(num_columns, tile.n)
-        kernels.gradient_of_logits[(blocks,)](
-            descriptor(hidden, tile.m, tile.k),
-            descriptor(block, tile.n, tile.k),
-            rows.target.contiguous(),
-            rows.base,
-            inv,
-            inv_stride,
-            rows.grad,
-            rows.slope,
-            rows.slope if rows.pull is None else rows.pull,
-            rows.slope if rows.offset is None else rows.offset,
-            out,
-            out.stride(0),
-            num_tokens,
-            num_columns,
-            hidden.shape[1],
-            first_column,
-            BM=tile.m,
-            BN=tile.n,
-            BK=tile.k,
-            PARTS=tile.parts,
-            GROUP=tile.group,
-            ENTROPY=rows.pull is not None,
-            UPCAST=INTERPRETED,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+        with torch.cuda.device_of(hidden):
+            kernels.gradient_of_logits[(blocks,)](
+                descriptor(hidden, tile.m, tile.k),
+                descriptor(block, tile.n, tile.k),
+                rows.target.contiguous(),
+                rows.base,
+                inv,
+                inv_stride,
+                rows.grad,
+                rows.slope,
+                rows.slope if rows.pull is None else rows.pull,
+                rows.slope if rows.offset is None else rows.offset,
+                out,
+                out.stride(0),
+                num_tokens,
+                num_columns,
+                hidden.shape[1],
+                first_column,
+                BM=tile.m,
+                BN=tile.n,
+                BK=tile.k,
+                PARTS=tile.parts,
+                GROUP=tile.group,
+                ENTROPY=rows.pull is not None,
+                UPCAST=INTERPRETED,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
 
     def add_product(self, out: Tensor, left: Tensor, right: Tensor, *, keep: bool) -> None:
         beta = 1 if keep else 0
