@@ -21,6 +21,7 @@ MASKED = limits.test_masked_tokens_may_hold_anything_and_count_for_nothing
 METRIC = limits.test_metrics_equal_plain_torch
 SMALL_KL = limits.test_kl_of_the_first_update_keeps_its_digits
 BLOCKS = limits.test_batch_of_several_blocks_equals_its_blocks_and_the_reference
+SIZES = limits.test_sizes_around_a_block_read_nothing_beyond_their_tokens
 LONG = limits.test_long_sequence_has_the_mean_of_its_trained_tokens_alone
 
 PORTABLE = [
@@ -83,6 +84,8 @@ TRITON = [
     ("grad -= nll_weight", "grad += nll_weight", ENTROPY_NLL, ()),
     ("tl.abs(gap) < 0.25", "tl.abs(gap) < 0.0", SMALL_KL, ()),
     ("seen = tl.where(kept, ratio, 0.0)", "seen = ratio", METRIC, (limits.FULL,)),
+    ("tl.load(mask_ptr + token, mask=inside, other=0)", "tl.load(mask_ptr + token)", SIZES, (1023,)),
+    ("column < num_blocks, other=0.0", "column < num_blocks - 1, other=0.0", SIZES, (3000,)),
     ("count += kept.to(tl.float32)", "count += inside.to(tl.float32)", LONG, ()),
     ("_k3(log_ratio, token_ratio)", "_k3(-log_ratio, token_ratio)", METRIC, (limits.FULL,)),
 ]  # fmt: skip

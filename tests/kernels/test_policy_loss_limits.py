@@ -170,6 +170,22 @@ def test_same_bits_in_every_run_and_wherever_a_token_lies(impl):
         assert torch.equal(shifted.grad_entropy, first.grad_entropy[start:])
 
 
+@fast_impls
+@pytest.mark.parametrize("num_tokens", [1, 63, 1023, 1024, 1025, 3000])
+def test_sizes_around_a_block_read_nothing_beyond_their_tokens(impl, num_tokens):
+    inputs = random_inputs(num_tokens, masked=0.2)
+    # every tensor in the middle of NaN, every mask in the middle of True
+    guarded = inputs.map(lambda one: torch.full((num_tokens + 64,), math.nan).to(one.dtype))
+    middle = guarded.map(lambda one: one[32 : 32 + num_tokens])
+    for name, one in inputs.named():
+        getattr(middle, name).copy_(one)
+    got = run(middle, FULL, impl=impl)
+    want = run(inputs.map(lambda one: one if one is inputs.mask else one.double()), FULL, impl="reference")
+    torch.testing.assert_close(got.loss.double(), want.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(got.metrics, want.metrics, rtol=1e-5, atol=1e-5)
+
+
 def test_batch_of_several_blocks_equals_its_blocks_and_the_reference():
     size = portable.BLOCK_TOKENS
     inputs = random_inputs(2 * size + 77)

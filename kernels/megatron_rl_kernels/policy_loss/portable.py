@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_kernels.policy_loss.config import MAX_LOG_RATIO, PolicyLossConfig
-from megatron_rl_kernels.policy_loss.terms import (
-    TokenInputs,
-    TokenTerms,
-    merge_metrics,
-)
+from megatron_rl_kernels.policy_loss.terms import TokenInputs, TokenTerms, merge_metrics
 
 # tokens of one block: long enough that the cost of a call hides, short enough that rows stay near the core
 BLOCK_TOKENS = 32768
