@@ -121,6 +121,8 @@ def group_advantage_calls() -> Iterator[tuple[str, Call]]:
     for mode in ("mean", "std", "leave_one_out", "batch_std"):
         # not validated: that would read what has no values here
         yield mode, partial(call, mode)
+    ids = partial(cuda, 8192, dtype=torch.int64)
+    yield "by ids", lambda: group_advantage(cuda(8192), group_ids=ids(), mode="std", validate=False)
 
 
 def rmsnorm_calls() -> Iterator[tuple[str, Call]]:

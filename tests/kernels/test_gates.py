@@ -100,9 +100,9 @@ def test_a_broken_rule_is_named_even_where_it_is_expected(gates, figures, is_pro
 
 def test_float32_products_need_no_tensor_cores_and_small_kernels_no_wide_loads(gates):
     assert not list(gates.broken_rules(launched(gates, config="*fp32 | BM=64", is_product=True)))
-    assert not list(
-        gates.broken_rules(launched(gates, kernel="logprob_from_logits.merge_kernel", loads_16_bytes=0))
-    )
+    for kernel in gates.NARROW:
+        assert not list(gates.broken_rules(launched(gates, kernel=kernel, loads_16_bytes=0)))
+    assert len(list(gates.broken_rules(launched(gates, loads_16_bytes=0)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,12 @@ def test_figures_of_another_triton_are_not_compared_but_its_rules_hold(gates):
     file = expectation(gates, one, registers=10)
     assert gates.check([one], file, version="3.6.0", capability=90) == []
     assert len(gates.check([launched(gates, fp64=1)], file, version="3.6.0", capability=90)) == 1
+
+
+def test_another_architecture_is_compiled_and_not_judged(gates):
+    one = launched(gates, config="*bf16 | BM=64", is_product=True)
+    assert len(gates.check([one], expectation(gates, one), version="3.7.1", capability=90)) == 1
+    assert gates.check([one], expectation(gates, one), version="3.7.1", capability=100) == []
 
 
 def test_new_and_stale_configurations_are_named(gates):

@@ -229,3 +229,18 @@ def test_every_op_is_measured_at_a_tiny_size(tmp_path):
     assert {key: value for key, value in errors.items() if not value < 1e-5} == {}
     assert set(found["machine"]["ceilings"]) == {"float32"}
     assert found["machine"]["versions"]["torch"] == torch.__version__
+
+
+def test_floors_of_the_head_follow_from_its_sizes(tools):
+    import bench_kernels_floors as floors
+
+    (shape,) = tools["cases"].shapes_of("8192x4096x151936")
+    found = floors.floor(shape, floors.CARDS[1])
+    assert found.datasheet_s * 1e3 == pytest.approx(10.31, abs=0.01)
+    assert found.reached_s * 1e3 == pytest.approx(12.91, abs=0.01)
+    head, hidden, logits = 151936 * 4096 * 2, 8192 * 4096 * 2, 8192 * 151936 * 2
+    assert found.kept_bytes == 3 * head + 4 * hidden + 2 * head + 4 * logits
+    assert found.again_bytes == 4 * head + 4 * hidden + 2 * head + 3 * logits
+    assert next(line for line in floors.table([shape]) if "8192" in line).startswith(
+        "| 8192x4096x151936 | 10.3 / 12.9 ms | 30.9 / 38.7 ms | 41.2 / 51.6 ms | 16.4 GB: 5.5 ms H100, 3.8 ms H200 |"
+    )
