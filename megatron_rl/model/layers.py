@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from megatron_rl.errors import ModelError
 from megatron_rl.model.attention import PackedCausalAttention
 from megatron_rl.platform import device
+from megatron_rl_kernels.rmsnorm import rmsnorm
 
 SPEC_KINDS = ("auto", "local", "te")
 
@@ -47,7 +48,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+        return rmsnorm(x, self.weight, eps=self.eps)
 
 
 class Router(TopKRouter):

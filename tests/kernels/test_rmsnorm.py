@@ -208,3 +208,21 @@ def test_arguments_that_do_not_fit_are_named(change, error, words):
 def test_residual_of_another_shape_is_named():
     with pytest.raises(ValueError, match=r"got residual \(1, 8\)"):
         rmsnorm_residual(torch.zeros(3, 8), torch.zeros(1, 8), torch.ones(8), eps=EPS)
+
+
+def test_norm_of_the_model_is_this_op():
+    # heavy, and only this test needs it
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_rl.model.layers import RMSNorm
+
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
+    x, weight, upstream = _inputs(9, 64)
+    norm = RMSNorm(config, 64, EPS)
+    norm.weight.data.copy_(weight)
+    leaf = x.clone().requires_grad_()
+    out = norm(leaf)
+    assert out.grad_fn.name() == "PortableRmsnormBackward"
+    out.backward(upstream)
+    for got, want in zip((out, leaf.grad, norm.weight.grad), _run(rmsnorm, x, weight, upstream), strict=True):
+        assert torch.equal(got, want)

@@ -169,8 +169,8 @@ def row_gradient_kernel(
     if PULL:
         weight -= pull * (tl.maximum(logprobs, _LOWEST) + tl.load(entropy_ptr + row))
     local = tl.load(target_ptr + row) - vocab_start
-    # also `reads`: the target of another shard may be the number of a padded column here
-    at_target = tl.where(reads & (columns == local), grad, 0.0)
+    at_target = tl.where(columns == local, grad, 0.0)
     out = (tl.exp2(logprobs * _LOG2E) * weight + at_target) / temperature
+    # padded columns too, which may have the number of a target of another shard
     out = tl.where(reads, out, 0.0)
     tl.store(grad_ptr + row * grad_stride + columns, out.to(grad_ptr.dtype.element_ty), mask=columns < width)
