@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_rl_kernels.linear_logprob import linear_logprob
 from megatron_rl_kernels.linear_policy_loss import PolicyInputs, linear_policy_loss
 from megatron_rl_kernels.linear_policy_loss.autograd import spoil_unless
+from megatron_rl_kernels.linear_policy_loss.chunks import plan_sequences
 from megatron_rl_kernels.policy_loss import METRICS, PolicyLossConfig, policy_loss
 from tests.helpers.policy_batch import (
     CONFIGS,
@@ -184,6 +185,20 @@ def test_sequences_longer_than_a_chunk_give_the_gradients_of_whole_ones(name):
     assert_matches(split, whole, value_atol=1e-6, grad_rtol=1e-5)
     # with a chunk's log-probs alone, ratios would differ between the chunks of a sequence
     assert_matches(split, reference(batch, CONFIGS[name]), **EXACT)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_chunks_of_whole_sequences_hold_every_token_once(seed):
+    lengths = torch.randint(0, 11, (40,), generator=torch.Generator().manual_seed(seed))
+    bounds = [0, *lengths.cumsum(0).tolist()]
+    chunks = plan_sequences(bounds, 10)
+    assert [chunk.start for chunk in chunks] == [0, *(chunk.stop for chunk in chunks[:-1])]
+    assert chunks[-1].stop == bounds[-1]
+    for chunk in chunks:
+        assert 0 < chunk.stop - chunk.start <= 10
+        assert (bounds[chunk.first_bound], bounds[chunk.last_bound]) == (chunk.start, chunk.stop)
+    assert plan_sequences(bounds, 9) is None
+    assert plan_sequences([0], 10) == plan_sequences([0, 0, 0], 10) == []
 
 
 def test_masked_rows_hold_anything_and_get_exact_zeros():
