@@ -9,12 +9,12 @@ from megatron_rl_kernels.linear_logprob.stats import NUM_STATISTICS, merge_parts
 from megatron_rl_kernels.tables import MatmulTile
 from tests.helpers.linear_logprob import assert_matches, exact, inputs, run, upstream_of
 
-# tokens, columns, states, parts, group: none divides 70 tokens, 300 columns or 40 states
+# tokens, columns, states, parts, group: none divides 40 tokens, 150 columns or 24 states
 TILES = {
     "whole tile": (32, 64, 16, 1, 2),
     "halves": (32, 64, 16, 2, 2),
-    "ungrouped": (16, 128, 64, 2, 1),
-    "one group": (64, 32, 32, 1, 8),
+    "ungrouped": (16, 64, 64, 2, 1),
+    "one group": (16, 128, 32, 1, 8),
 }
 
 
@@ -30,17 +30,17 @@ def _use(monkeypatch, m, n, k, parts, group):
 def test_every_schedule_gives_the_values_and_gradients_of_float64(name, num_splits, monkeypatch):
     tile = TILES[name]
     _use(monkeypatch, *tile)
-    rows = -(-300 // num_splits // tile[1]) * tile[1]
+    rows = -(-150 // num_splits // tile[1]) * tile[1]
     monkeypatch.setattr(triton_op, "split_size", lambda *_: rows)
-    hidden, weight, target = inputs(70, 310, hidden_size=40, scale=0.3)
-    weight[300:] = 50.0
-    target, upstream = target % 300, upstream_of(70)
-    temperature = torch.linspace(0.5, 2.0, 70)
-    options = {"temperature": temperature, "valid_vocab": 300, "chunk_tokens": 48, "chunk_vocab": 200}
+    hidden, weight, target = inputs(40, 160, hidden_size=24, scale=0.3)
+    weight[150:] = 50.0
+    target, upstream = target % 150, upstream_of(40)
+    temperature = torch.linspace(0.5, 2.0, 40)
+    options = {"temperature": temperature, "valid_vocab": 150, "chunk_tokens": 24, "chunk_vocab": 100}
     got = run(hidden, weight, target, upstream, impl="triton", **options)
-    want = exact(hidden, weight[:300], target, upstream, temperature=temperature)
-    assert (got[3][300:] == 0).all()
-    assert_matches((*got[:3], got[3][:300]), want, value_atol=1e-5, grad_rtol=2e-6)
+    want = exact(hidden, weight[:150], target, upstream, temperature=temperature)
+    assert (got[3][150:] == 0).all()
+    assert_matches((*got[:3], got[3][:150]), want, value_atol=1e-5, grad_rtol=2e-6)
 
 
 def test_merged_splits_are_what_torch_merges():
