@@ -33,6 +33,7 @@ MAX_SHARED_BYTES, MAX_REGISTERS = 227 * 1024, 255
 MAX_PRODUCT_STACK_BYTES = 160
 # kernels for which wide loads have no meaning, and why
 NARROW = {
+    "group_advantage.group_kernel": "a group is a handful of rewards",
     "logprob_from_logits.merge_kernel": "5 numbers for each row of each shard",
     "policy_loss.merge_parts_kernel": "one number for each block of tokens",
     "policy_loss.sequence_log_ratio_kernel": "a sequence starts at any token",

@@ -151,6 +151,9 @@ def pretended(capability: int, keep: Callable[[Any], None]) -> Iterator[Tape]:
         get_device_capability=lambda device=None: divmod(capability, 10),
         get_device_properties=lambda device=None: properties,
         current_device=lambda: 0,
+        # what `with torch.cuda.device(...)` calls
+        _exchange_device=lambda device: 0,
+        _maybe_exchange_device=lambda device: 0,
     )
     triton.set_allocator(lambda size, alignment, stream: None)
     with FakeTensorMode(), Answers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -59,6 +60,17 @@ def test_every_kernel_is_compiled_as_expected_and_breaks_no_rule():
     command = [sys.executable, str(ROOT / "tools" / "kernel_gates.py"), "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=290)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_kernel_that_is_launched_has_an_expectation(gates):
+    launched_somewhere = set()
+    for path in (ROOT / "kernels" / "megatron_rl_kernels").rglob("triton_op.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            # kernel[grid](...)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                kernel = node.func.value
+                launched_somewhere.add(kernel.attr if isinstance(kernel, ast.Attribute) else kernel.id)
+    assert launched_somewhere - {kernel.split(".")[1] for kernel in gates.load_expected()} == set()
 
 
 @pytest.mark.parametrize(
@@ -168,3 +180,39 @@ def test_a_python_without_triton_is_an_error_of_its_own(gates, tmp_path, capsys)
     bare.chmod(0o755)
     assert gates.main(["--triton-python", str(bare)]) == 2
     assert "has no Triton" in capsys.readouterr().err
+
+
+@pytest.fixture
+def compiler(gates, tmp_path, monkeypatch):
+    """A Python whose Triton gives what `answer.json` says, and writes down how often it was asked."""
+    monkeypatch.setattr(gates, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(gates, "EXPECTED", tmp_path / "expected")
+    python = tmp_path / "python"
+    lines = ("#!/bin/sh", '[ "$1" = -c ] && echo 3.7.1 && exit 0', f"echo asked >> {tmp_path}/calls")
+    python.write_text("\n".join([*lines, f"cat {tmp_path}/answer.json"]) + "\n")
+    python.chmod(0o755)
+
+    def check(*more, failed=None):
+        one = {"op": "op", "kernel": "op.row", "config": "*bf16", "is_product": False, "seconds": 1.0}
+        answer = {"triton": "3.7.1", "torch": "2.13.0", "capability": 90, "failed": failed or {}}
+        answer["launched"] = [one | {"figures": CLEAN}]
+        (tmp_path / "answer.json").write_text(json.dumps(answer))
+        code = gates.main(["--triton-python", str(python), *more])
+        return code, len((tmp_path / "calls").read_text().splitlines())
+
+    return check
+
+
+def test_figures_of_the_same_sources_are_compiled_once(compiler):
+    assert compiler("--update") == (0, 1)
+    assert compiler() == (0, 1)
+    assert compiler("--capability", "100") == (0, 2)
+
+
+def test_a_call_that_does_not_compile_is_a_problem_and_is_tried_again(compiler, capsys):
+    failed = {"op: clip": "CompilationError: no"}
+    compiler("--update")
+    capsys.readouterr()
+    assert compiler("--only", "op", failed=failed) == (1, 2)
+    assert "op: clip: does not compile\nCompilationError: no" in capsys.readouterr().err
+    assert compiler("--only", "op", failed=failed) == (1, 3)

@@ -244,3 +244,25 @@ def test_floors_of_the_head_follow_from_its_sizes(tools):
     assert next(line for line in floors.table([shape]) if "8192" in line).startswith(
         "| 8192x4096x151936 | 10.3 / 12.9 ms | 30.9 / 38.7 ms | 41.2 / 51.6 ms | 16.4 GB: 5.5 ms H100, 3.8 ms H200 |"
     )
+
+
+@pytest.mark.parametrize(("tested", "ratio"), [(True, "2.00"), (None, "2.00 (not tested)")])
+def test_a_file_becomes_a_table_with_a_line_for_each_contender(tools, tmp_path, capsys, tested, ratio):
+    import bench_kernels_markdown as markdown
+
+    laps = {"portable": [lap(tools, 0.5, 1.5, 2**20, 2**21)] * 2, "torch eager": [lap(tools, 0.25, 0.75)]}
+    case = doubled(tools, unavailable={"elsewhere": "not installed"})
+    ceiling = tools["timing"].Ceiling(flops_per_s=1e3, bytes_per_s=1e3)
+    found = tools["report"].rows_of(
+        case, laps, {"portable": {"out": 1e-6, "d x": 3e-6}}, dict(case.unavailable), ceiling, tested=tested
+    )
+    about = tools["report"].machine(torch.device("cpu"), {torch.float32: ceiling})
+    tools["report"].write_json(tmp_path / "found.json", about, found)
+    assert markdown.main([str(tmp_path / "found.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"torch {torch.__version__}" in lines[0]
+    assert lines[4] == (
+        f"| double, tiny float32 | portable | 500 ms (500 to 500) | 2 s (2 to 2) | {ratio} | 15% | 2 | 3.0e-06 |"
+    )
+    assert lines[5].startswith("| double, tiny float32 | torch eager | 250 ms | 1 s | 1.00 |")
+    assert not any("elsewhere" in line for line in lines)
