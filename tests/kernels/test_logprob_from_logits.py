@@ -62,7 +62,7 @@ def _assert_matches(got, want, *, atol=1e-5, grad_rtol=2e-6):
 
 
 @every_impl
-@pytest.mark.parametrize(("num_tokens", "vocab"), [(1, 1), (1, 257), (63, 255), (130, 1000), (3, 20000)])
+@pytest.mark.parametrize(("num_tokens", "vocab"), [(1, 1), (1, 257), (33, 255), (20, 1000), (3, 20000)])
 @pytest.mark.parametrize("per_token", [False, True], ids=["scalar", "per token"])
 def test_values_and_gradients_match_the_float64_definition(num_tokens, vocab, per_token, impl):
     logits, target = _inputs(num_tokens, vocab)
@@ -213,12 +213,13 @@ def test_row_without_upstream_gradient_has_none_whatever_it_holds(impl):
 
 @every_impl
 def test_rows_of_the_gradient_sum_to_zero_and_probabilities_to_one(impl):
-    logits, _ = _inputs(2, 63)
-    rows = logits.repeat_interleave(63, 0)
-    out, grad = _run(logprob_from_logits, rows, torch.arange(63).repeat(2), torch.ones(2, 126), impl=impl)
-    torch.testing.assert_close(out.logprob.exp().view(2, 63).sum(1), torch.ones(2), rtol=0, atol=1e-5)
+    logits, _ = _inputs(1, 37)
+    out, grad = _run(
+        logprob_from_logits, logits.expand(37, 37), torch.arange(37), torch.ones(2, 37), impl=impl
+    )
+    assert abs(out.logprob.exp().sum() - 1) < 1e-5
     assert grad.sum(1).abs().max() < 1e-5
-    assert (out.logprob <= 0).all() and (out.entropy >= 0).all() and (out.entropy <= math.log(63)).all()
+    assert (out.logprob <= 0).all() and (out.entropy >= 0).all() and (out.entropy <= math.log(37)).all()
 
 
 @every_impl
@@ -226,7 +227,8 @@ def test_strided_rows_inside_nan_and_expanded_gradients_are_read_correctly(impl)
     wide, labels = _inputs(9, 257)
     guarded = torch.full((9, 700), float("nan"))
     guarded[:, 100:357] = wide
-    logits, target = guarded[1:, 100:357], labels[1:]
+    # every second of some numbers, as in a slice of a table
+    logits, target = guarded[1:, 100:357], torch.stack((labels, -labels), dim=1)[1:, 0]
     got = _run(logprob_from_logits, logits, target, torch.ones(2, 1).expand(2, 8), impl=impl)
     _assert_matches(got, _reference(wide[1:], target, torch.ones(2, 8)))
     assert torch.equal(logits, wide[1:]) and guarded[:, :100].isnan().all() and guarded[:, 357:].isnan().all()

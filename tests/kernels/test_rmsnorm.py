@@ -144,7 +144,7 @@ def test_heads_of_a_projection_are_normalised_where_they_lie(impl):
     guarded = torch.full((6, 1, 300), float("nan"))
     guarded[..., 50:178] = projected
     heads = guarded[..., 50:178].unflatten(-1, (4, 32))
-    upstream = torch.ones(1, 1, 1, 32).expand(6, 1, 4, 32)
+    upstream = torch.linspace(-1, 1, 32).expand(6, 1, 4, 32)
     got = _run(rmsnorm, heads, weight[:32], upstream, impl=impl)
     dense = projected.unflatten(-1, (4, 32)).double()
     want = _run(rmsnorm_reference, dense, weight[:32].double(), upstream.double())
