@@ -35,10 +35,11 @@ SMOKE_FACTOR = 3.0
 
 @dataclass(kw_only=True, slots=True)
 class Checked:
-    """One op at one shape."""
+    """One implementation of an op at one shape."""
 
     op: str
     variant: str
+    impl: str
     shape: str
     dtype: str
     errors: dict[str, float] = field(default_factory=dict)
@@ -65,13 +66,17 @@ def shapes(*, smoke: bool) -> Iterator[tuple[Shape, int]]:
     yield Shape(name="long", tokens=16384, hidden=1024, vocab=151936, dtype=BF16), 32
 
 
-def check_case(case: Case, *, rows: int, smoke: bool) -> Checked:
-    """Errors of the Triton contender against float64, and whether a second run gives the same bits."""
+def check_case(case: Case, impl: str, *, rows: int, smoke: bool) -> Checked:
+    """Errors of a contender against float64, and whether a second run gives the same bits."""
     dtype = case.shape.dtype
     found = Checked(
-        op=case.op, variant=case.variant, shape=case.shape.name, dtype=str(dtype).removeprefix("torch.")
+        op=case.op,
+        variant=case.variant,
+        impl=impl,
+        shape=case.shape.name,
+        dtype=str(dtype).removeprefix("torch."),
     )
-    contender = case.contenders["triton"]
+    contender = case.contenders[impl]
     try:
         found.errors = errors(case, contender, rows=rows)
         for name, value in found.errors.items():
@@ -113,13 +118,18 @@ def _same(left: Tensor, right: Tensor) -> bool:
 def check_all(device: torch.device, ops: Sequence[str], *, smoke: bool) -> Iterator[Checked]:
     for shape, rows in shapes(smoke=smoke):
         for op in ops:
+            build, impls = OPS[op]
+            compiled = tuple(
+                impl for impl in impls["cuda"] if impl == "triton" or (impl == "cuda" and not smoke)
+            )
             try:
-                for case in OPS[op][0](shape, Source(device), ("triton",)):
-                    yield check_case(case, rows=rows, smoke=smoke)
-                    gc.collect()
+                for case in build(shape, Source(device), compiled):
+                    for impl in compiled:
+                        yield check_case(case, impl, rows=rows, smoke=smoke)
+                        gc.collect()
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-                yield Checked(op=op, variant="", shape=shape.name, dtype="", problems=[problem])
+                yield Checked(op=op, variant="", impl="", shape=shape.name, dtype="", problems=[problem])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.append(found)
         figures = " ".join(f"{name} {value:.1e}" for name, value in found.errors.items())
         verdict = "FAILED" if found.problems else "passed"
-        name = f"{found.op}{' ' + found.variant if found.variant else ''}, {found.shape} {found.dtype}"
+        name = " ".join(part for part in (found.op, found.variant, found.impl) if part)
+        name += f", {found.shape} {found.dtype}"
         print(f"{verdict}  {name}: {'; '.join(found.problems) or figures}", flush=True)
     if args.json:
         args.json.write_text(json.dumps([asdict(one) for one in results], indent=1), encoding="utf-8")

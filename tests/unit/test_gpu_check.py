@@ -98,7 +98,7 @@ def not_there(t):
     ],
 )
 def test_a_wrong_kernel_is_a_problem(tools, run_it, problems):
-    found = tools[1].check_case(faulty_case(run_it), rows=4, smoke=False)
+    found = tools[1].check_case(faulty_case(run_it), "triton", rows=4, smoke=False)
     assert len(found.problems) == len(problems)
     assert all(got.startswith(want) for got, want in zip(found.problems, problems, strict=True))
 
