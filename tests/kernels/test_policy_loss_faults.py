@@ -75,15 +75,15 @@ REFERENCE = [
 ]  # fmt: skip
 
 TRITON = [
-    ("(ratio > upper)\n        is_low = (advantage < 0) & (ratio < lower)\n        value",
-     "(ratio >= upper)\n        is_low = (advantage < 0) & (ratio < lower)\n        value", TIE, ("ppo",)),
+    ("(ratio > upper)\n    is_low = (advantage < 0) & (ratio < lower)\n    value",
+     "(ratio >= upper)\n    is_low = (advantage < 0) & (ratio < lower)\n    value", TIE, ("ppo",)),
     ("(advantage < 0) & (ratio > dual_clip)", "(ratio > dual_clip)", PUBLISHED, ("dual_clip",)),
     ("return tl.where(kept, tl.load(ptr", "return tl.where(inside, tl.load(ptr", MASKED, (limits.FULL,)),
     ("tl.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio)", "log_ratio", FAR, ("ppo",)),
     ("slope = -(gap + value)", "slope = gap + value", KL, ("k3",)),
     ("grad -= nll_weight", "grad += nll_weight", ENTROPY_NLL, ()),
     ("tl.abs(gap) < 0.25", "tl.abs(gap) < 0.0", SMALL_KL, ()),
-    ("seen = tl.where(kept, ratio, 0.0)", "seen = ratio", METRIC, (limits.FULL,)),
+    ("token_ratio, tl.where(kept, ratio, 0.0)", "token_ratio, ratio", METRIC, (limits.FULL,)),
     ("tl.load(mask_ptr + token, mask=inside, other=0)", "tl.load(mask_ptr + token)", SIZES, (1023,)),
     ("column < num_blocks, other=0.0", "column < num_blocks - 1, other=0.0", SIZES, (3000,)),
     ("count += kept.to(tl.float32)", "count += inside.to(tl.float32)", LONG, ()),

@@ -101,22 +101,15 @@ def policy_loss_kernel(
         shared = _selected(sequence_ptr, token, inside, kept)
         ratio = tl.exp(_clamped(shared, MAX_LOG_RATIO))
     if (SURROGATE == "clip") | (SURROGATE == "gspo"):
-        is_high = (advantage > 0) & (ratio > upper)
-        is_low = (advantage < 0) & (ratio < lower)
-        value = tl.where(is_high, value_at_upper, tl.where(is_low, value_at_lower, ratio))
-        slope = tl.where(is_high, slope_at_upper, tl.where(is_low, slope_at_lower, ratio))
+        value, slope, is_high, is_low = _clip(
+            ratio, advantage, lower, upper, value_at_lower, value_at_upper, slope_at_lower, slope_at_upper
+        )
         if DUAL_CLIP:
-            is_capped = (advantage < 0) & (ratio > dual_clip)
-            value = tl.where(is_capped, dual_clip, value)
-            slope = tl.where(is_capped, 0.0, slope)
-            is_high = is_high | is_capped
+            value, slope, is_high = _dual_clip(ratio, advantage, value, slope, is_high, dual_clip)
     elif SURROGATE == "sapo":
         value, slope, is_high, is_low = _sapo(ratio, advantage, tau_positive, tau_negative)
     elif SURROGATE == "gmpo":
-        is_high = (advantage > 0) & (log_ratio > upper)
-        is_low = (advantage < 0) & (log_ratio < lower)
-        value = ratio
-        slope = tl.where(is_high | is_low, 0.0, ratio)
+        value, slope, is_high, is_low = _gmpo(ratio, log_ratio, advantage, lower, upper)
     else:
         slope, is_high, is_low = _constant_weight(ratio, advantage, lower, upper, SURROGATE, CISPO_MASK)
         value = slope * logprob
@@ -140,21 +133,14 @@ def policy_loss_kernel(
             tl.store(grad_entropy_ptr + token, -entropy_coefficient * weight, mask=inside)
     if nll_weight_ptr is not None:
         nll_weight = _selected(nll_weight_ptr, token, inside, kept)
-        nll = tl.where(nll_weight != 0, -logprob, 0.0)
-        loss += nll_weight * nll
+        loss += nll_weight * _store_nll(part_ptr, block, nll_weight, logprob)
         grad -= nll_weight
-        _store_sum(part_ptr, 11, block, nll)
-        _store_sum(part_ptr, 12, block, (nll_weight != 0).to(tl.float32))
     tl.store(grad_ptr + token, grad, mask=inside)
     _store_sum(part_ptr, 0, block, loss)
     _store_sum(part_ptr, 1, block, kept.to(tl.float32))
     _store_sum(part_ptr, 2, block, is_high.to(tl.float32))
     _store_sum(part_ptr, 3, block, is_low.to(tl.float32))
-    _store_sum(part_ptr, 4, block, -log_ratio)
-    _store_sum(part_ptr, 5, block, _k3(log_ratio, token_ratio))
-    seen = tl.where(kept, ratio, 0.0)
-    _store_sum(part_ptr, 6, block, seen)
-    tl.store(part_ptr + 7 * tl.num_programs(0).to(tl.int64) + block, tl.max(seen, axis=0))
+    _store_ratios(part_ptr, block, log_ratio, token_ratio, tl.where(kept, ratio, 0.0))
     _store_sum(part_ptr, 8, block, tl.abs(grad))
 
 
@@ -195,6 +181,24 @@ def _store_sum(part_ptr, ROW: tl.constexpr, block, values):
 
 
 @triton.jit
+def _store_nll(part_ptr, block, nll_weight, logprob):
+    """-logprob where it has a weight, else 0."""
+    nll = tl.where(nll_weight != 0, -logprob, 0.0)
+    _store_sum(part_ptr, 11, block, nll)
+    _store_sum(part_ptr, 12, block, (nll_weight != 0).to(tl.float32))
+    return nll
+
+
+@triton.jit
+def _store_ratios(part_ptr, block, log_ratio, token_ratio, seen):
+    """Estimates of the KL to the old policy, and the ratio that the surrogate sees."""
+    _store_sum(part_ptr, 4, block, -log_ratio)
+    _store_sum(part_ptr, 5, block, _k3(log_ratio, token_ratio))
+    _store_sum(part_ptr, 6, block, seen)
+    tl.store(part_ptr + 7 * tl.num_programs(0).to(tl.int64) + block, tl.max(seen, axis=0))
+
+
+@triton.jit
 def _clamped(log_ratio, MAX_LOG_RATIO: tl.constexpr):
     log_ratio = tl.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio)
     return tl.where(log_ratio < -MAX_LOG_RATIO, -MAX_LOG_RATIO, log_ratio)
@@ -208,6 +212,22 @@ def _k3(gap, exp_gap):
 
 
 @triton.jit
+def _clip(ratio, advantage, lower, upper, value_at_lower, value_at_upper, slope_at_lower, slope_at_upper):
+    """(f, gradient weight, clipped above, clipped below); a ratio equal to its bound is not clipped."""
+    is_high = (advantage > 0) & (ratio > upper)
+    is_low = (advantage < 0) & (ratio < lower)
+    value = tl.where(is_high, value_at_upper, tl.where(is_low, value_at_lower, ratio))
+    slope = tl.where(is_high, slope_at_upper, tl.where(is_low, slope_at_lower, ratio))
+    return value, slope, is_high, is_low
+
+
+@triton.jit
+def _dual_clip(ratio, advantage, value, slope, is_high, dual_clip):
+    is_capped = (advantage < 0) & (ratio > dual_clip)
+    return tl.where(is_capped, dual_clip, value), tl.where(is_capped, 0.0, slope), is_high | is_capped
+
+
+@triton.jit
 def _sapo(ratio, advantage, tau_positive, tau_negative):
     tau = tl.where(advantage > 0, tau_positive, tau_negative)
     shifted = tau * (ratio - 1.0)
@@ -218,6 +238,13 @@ def _sapo(ratio, advantage, tau_positive, tau_negative):
     closed = tl.where(shifted > 0, small_side, large_side)
     never = advantage != advantage
     return 4.0 / tau * gate, 4.0 * gate * closed * ratio, never, never
+
+
+@triton.jit
+def _gmpo(ratio, log_ratio, advantage, lower, upper):
+    is_high = (advantage > 0) & (log_ratio > upper)
+    is_low = (advantage < 0) & (log_ratio < lower)
+    return ratio, tl.where(is_high | is_low, 0.0, ratio), is_high, is_low
 
 
 @triton.jit
