@@ -11,6 +11,7 @@ from megatron_rl_kernels.rmsnorm import (
     rmsnorm_residual_reference,
     triton_op,
 )
+from megatron_rl_kernels.triton_tools import INTERPRETED
 
 every_impl = pytest.mark.parametrize("impl", ["portable", "triton"])
 EPS = 1e-6
@@ -80,6 +81,26 @@ def test_half_precision_is_rounded_before_the_weight_as_in_hugging_face(dtype, u
     want = _run(rmsnorm_reference, x.double(), weight.double(), upstream.double())
     # a rounding each of the result (truncated), and of the normalised value in the weight's
     _assert_matches(got, want, rtol=2.1 * ulp, grad_rtol=ulp)
+
+
+def _bf16(wide, impl):
+    """float32 numbers as `impl` rounds them to bfloat16, in float32: Triton's interpreter truncates."""
+    if impl == "triton" and INTERPRETED:
+        return (wide.view(torch.int32) & -65536).view(torch.float32)
+    return wide.bfloat16().float()
+
+
+@every_impl
+def test_values_and_weight_gradient_have_both_roundings(impl):
+    x, _, upstream = _inputs(1, 4000, dtype=torch.bfloat16)
+    weight = torch.full((4000,), 3.0, dtype=torch.bfloat16)
+    out, _, grad_weight = _run(rmsnorm, x, weight, upstream, impl=impl)
+    wide = x.float()
+    unit = _bf16(wide * torch.rsqrt(wide.square().mean() + EPS), impl)
+    # the last bit of the float32 factor may differ, which moves a few across a boundary; one rounding left out moves
+    # every fifth
+    for got, want in ((out, unit * 3), (grad_weight, (unit * upstream.float())[0])):
+        assert (got.float() != _bf16(want, impl)).float().mean() < 0.01
 
 
 @pytest.mark.parametrize(
