@@ -112,13 +112,13 @@ def _engine(impl: Impl, hidden: Tensor, weight: Tensor) -> Engine:
 def _chunks(
     impl: Impl, hidden: Tensor, num_tokens: int, chunk_tokens: int | None, chunk_vocab: int | None
 ) -> tuple[int, int]:
-    """Tokens and columns of a block: the caller's, else 1024 x 4096 in torch and 256 MiB of columns in Triton."""
+    """Tokens and columns of a block: the caller's, else 2048 x 4096 in torch and 256 MiB of columns in Triton."""
     if impl == "triton":
         tokens = chunk_tokens or max(1, min(num_tokens, 32768))
         fitting = 2**28 // (tokens * hidden.element_size()) // 256 * 256
         columns = chunk_vocab or max(fitting, 4096)
     else:
-        tokens, columns = chunk_tokens or 1024, chunk_vocab or 4096
+        tokens, columns = chunk_tokens or 2048, chunk_vocab or 4096
     for name, value, given in (
         ("chunk_tokens", tokens, chunk_tokens),
         ("chunk_vocab", columns, chunk_vocab),
