@@ -146,14 +146,13 @@ def _row(
     tested: bool | None,
 ) -> Row:
     spread = Spread.of(seconds)
-    flops, num_bytes = unavoidable(case.least, phase)
-    done = (
-        case.contenders[name].gemms[PHASES.index(phase)]
-        if phase != "both"
-        else sum(case.contenders[name].gemms)
-    )
-    floor = max(flops / ceiling.flops_per_s, num_bytes / ceiling.bytes_per_s)
+    gemms = case.contenders[name].gemms
+    done = sum(gemms) if phase == "both" else gemms[PHASES.index(phase)]
     per_second = 1.0 / spread.median if spread.median > 0 else 0.0
+    flops, num_bytes = unavoidable(case.least, phase)
+    floor = max(flops / ceiling.flops_per_s, num_bytes / ceiling.bytes_per_s)
+    # what makes its gradients in forward has no floor of one phase alone
+    is_early = case.least.gemm_flops > 0 and gemms[1] == 0 and phase != "both"
     # what forward leaves in memory is there in backward too, so it has no peak of its own
     peaks = [lap.forward_bytes if phase == "forward" else lap.both_bytes for lap in laps]
     return Row(
@@ -162,10 +161,10 @@ def _row(
         seconds=spread,
         wall_s=statistics.median(lap.wall_s for lap in laps) if phase in ("both", "forward") else None,
         tflops_done=case.least.gemm_flops * done * per_second / 1e12 if case.least.gemm_flops else None,
-        tflops_useful=flops * per_second / 1e12 if flops else None,
-        gb_per_s=num_bytes * per_second / 1e9,
-        floor_s=floor,
-        floor_share=floor * per_second,
+        tflops_useful=flops * per_second / 1e12 if flops and not is_early else None,
+        gb_per_s=None if is_early else num_bytes * per_second / 1e9,
+        floor_s=None if is_early else floor,
+        floor_share=None if is_early else floor * per_second,
         peak_mib=None if phase == "backward" else max(peaks) / MIB,
         errors=errors.get(name, {}),
         speed_up=statistics.median(eager) * per_second if tested and eager and name != EAGER else None,

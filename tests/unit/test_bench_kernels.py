@@ -92,6 +92,14 @@ def test_the_floor_is_the_larger_of_products_and_bytes(two_sides):
     assert by_bytes["portable", "both"].floor_s == pytest.approx(0.04)
 
 
+def test_gradients_made_in_forward_have_a_floor_of_both_phases_together(tools):
+    laps = {"portable": [lap(tools, 3.0, 0.1)], "torch eager": [lap(tools, 1.0, 3.0)]}
+    found = rows(tools, doubled(tools, gemms=(3, 0)), laps)
+    assert found["portable", "forward"].floor_share is found["portable", "backward"].floor_share is None
+    assert found["portable", "both"].floor_share == pytest.approx(0.3 / 3.1)
+    assert found["portable", "both"].tflops_useful == pytest.approx(300.0 / 3.1 / 1e12)
+
+
 @pytest.mark.parametrize(("tested", "speed_up"), [(True, 0.5), (False, None), (None, None)])
 def test_a_speed_up_is_shown_only_beside_passing_tests(two_sides, tested, speed_up):
     found = two_sides(tested=tested)
