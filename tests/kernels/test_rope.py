@@ -34,7 +34,7 @@ def _assert_close(got, want, **tolerances):
 @both_pairings
 @pytest.mark.parametrize(
     ("heads", "head_dim", "num_frequencies"),
-    [(1, 2, 1), (3, 96, 48), (40, 128, 64), (3, 16, 5), (2, 7, 2)],
+    [(1, 2, 1), (40, 128, 64), (3, 16, 5), (2, 7, 2)],
 )
 def test_values_and_gradients_match_the_float64_definition(
     heads, head_dim, num_frequencies, interleaved, impl
