@@ -120,7 +120,9 @@ def transformer_config(
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
-        bias_activation_fusion=fused,
+        # `local` brings an activation module of its own, which megatron-core builds under this name only
+        use_te_activation_func=kind == "local",
+        bias_activation_fusion=fused and kind != "local",
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,

@@ -18,6 +18,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
@@ -31,6 +32,7 @@ from megatron_rl.errors import ModelError
 from megatron_rl.model.attention import PackedCausalAttention
 from megatron_rl.platform import device
 from megatron_rl_kernels.rmsnorm import rmsnorm
+from megatron_rl_kernels.swiglu import swiglu
 
 SPEC_KINDS = ("auto", "local", "te")
 
@@ -49,6 +51,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rmsnorm(x, self.weight, eps=self.eps)
+
+
+class Swiglu(MegatronModule):
+    """silu(gate) * up, the activation of the `local` spec, in megatron-core's place for one that takes both halves.
+
+    That place is reached by `use_te_activation_func`; despite its name nothing of TransformerEngine is in it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swiglu(x)
 
 
 class Router(TopKRouter):
@@ -98,22 +110,26 @@ def build_block_spec(kind: str, *, num_layers: int, qk_norm: bool, moe: bool) ->
         from megatron.core.transformer.moe.experts import TEGroupedMLP
 
         modules = (TENorm, TEColumnParallelLinear, TEDotProductAttention, TERowParallelLinear)
+        # its activation is a setting: `bias_activation_fusion` of the config
+        activation = None
         experts = _mlp_spec(TEGroupedMLP, TEColumnParallelGroupedLinear, TERowParallelGroupedLinear)
     else:
+        activation = Swiglu
         modules = (RMSNorm, ColumnParallelLinear, PackedCausalAttention, RowParallelLinear)
-        experts = _mlp_spec(SequentialMLP, ColumnParallelLinear, RowParallelLinear)
+        experts = _mlp_spec(SequentialMLP, ColumnParallelLinear, RowParallelLinear, activation)
     norm, column, attention, row = modules
     mlp = (
         ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
         if moe
-        else _mlp_spec(MLP, column, row)
+        else _mlp_spec(MLP, column, row, activation)
     )
     layer = _layer_spec(norm, column, attention, row, mlp=mlp, qk_norm=qk_norm)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
-def _mlp_spec(module: type, column: type, row: type) -> ModuleSpec:
-    return ModuleSpec(module=module, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+def _mlp_spec(module: type, column: type, row: type, activation: type | None = None) -> ModuleSpec:
+    submodules = MLPSubmodules(linear_fc1=column, activation_func=activation, linear_fc2=row)
+    return ModuleSpec(module=module, submodules=submodules)
 
 
 def _layer_spec(
