@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from megatron_rl_kernels.logprob_from_logits import logprob_from_logits_reference, native
+from megatron_rl_kernels.logprob_from_logits import (
+    logprob_from_logits,
+    logprob_from_logits_,
+    logprob_from_logits_reference,
+    native,
+)
 from megatron_rl_kernels.logprob_from_logits.autograd import LogprobFromLogits
 from megatron_rl_kernels.logprob_from_logits.shards import RowValues, Shard
 
@@ -180,3 +185,15 @@ def test_what_the_kernels_cannot_read_is_refused():
         native.row_values(logits.half(), target, _shard(10))
     with pytest.raises(ValueError, match=r"columns must be contiguous; pass logits\.contiguous\(\)"):
         native.row_values(torch.zeros(10, 4).T, target, _shard(10))
+
+
+def test_the_public_op_runs_it_when_asked_for():
+    logits, target, upstream = _inputs(9, 300)
+    want = _host(logits, target, upstream, _shard(300, temperature=0.7))
+    for op in (logprob_from_logits, logprob_from_logits_):
+        leaf = logits.clone().requires_grad_()
+        out = op(leaf * 1, target, temperature=0.7, impl="host")
+        (upstream[0] * out.logprob + upstream[1] * out.entropy).sum().backward()
+        assert torch.equal(out.logprob, want[0]) and torch.equal(leaf.grad, want[3])
+    with pytest.raises(ValueError, match=r"this op has reference, portable, triton$"):
+        logprob_from_logits(logits.half(), target, impl="host")

@@ -126,6 +126,8 @@ def _choose(name: str, logits: Tensor, target: Tensor, impl: Impl | None) -> Imp
     # kernels compute in float32, which would not be what float64 logits ask for
     if logits.dtype != torch.float64:
         offered.append("triton")
+    if logits.dtype in (torch.float32, torch.bfloat16):
+        offered += ["host", "cuda"]
     return choose_impl(name, impl, device=logits.device, offered=offered)
 
 
@@ -196,4 +198,9 @@ def _backend(impl: Impl) -> Backend:
         from megatron_rl_kernels.logprob_from_logits import triton_op
 
         return triton_op
+    if impl in ("host", "cuda"):
+        # needs a compiler, which many machines lack
+        from megatron_rl_kernels.logprob_from_logits import native
+
+        return native
     return portable
