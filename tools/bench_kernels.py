@@ -32,7 +32,10 @@ Cases = Callable[[Shape, Source, Iterable[Impl]], Iterator[Case]]
 OPS: dict[str, tuple[Cases, dict[str, tuple[Impl, ...]]]] = {
     "linear_logprob": (linear_logprob_cases, {"cpu": ("portable",), "cuda": ("triton", "portable")}),
     "linear_policy_loss": (linear_policy_loss_cases, {"cpu": ("portable",), "cuda": ("triton", "portable")}),
-    "logprob_from_logits": (logprob_from_logits_cases, {"cpu": ("portable",), "cuda": ("triton",)}),
+    "logprob_from_logits": (
+        logprob_from_logits_cases,
+        {"cpu": ("portable", "host"), "cuda": ("triton", "cuda")},
+    ),
     "policy_loss": (policy_loss_cases, {"cpu": ("portable", "host"), "cuda": ("triton", "cuda")}),
     "group_advantage": (group_advantage_cases, {"cpu": ("portable",), "cuda": ("triton",)}),
     "rmsnorm": (rmsnorm_cases, {"cpu": ("portable",), "cuda": ("triton",)}),
