@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ class EngineProcess:
         self.devices = None if devices is None else tuple(devices)
         self.node = node_id()
         self._shared_memory: set[Path] = set()
+        # vLLM leaves files behind when it is killed
+        self._scratch = tempfile.mkdtemp(prefix="megatron_rl_engine_")
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours, self._explain)
         self._life, their_life = socket.socketpair()
@@ -52,6 +56,8 @@ class EngineProcess:
                     str(fds[0]),
                     "--life-fd",
                     str(fds[1]),
+                    "--scratch",
+                    self._scratch,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -96,6 +102,7 @@ class EngineProcess:
         self._signal(signal.SIGKILL)
         self._wait(STOP_GRACE_S)
         remove_shared_memory(self._shared_memory)
+        shutil.rmtree(self._scratch, ignore_errors=True)
         self._channel.close()
         self._life.close()
 

@@ -1,7 +1,7 @@
 """One engine process: hosts `vllm.LLM` and answers its owner over a socket until the owner is gone.
 
-Run by `rollout.engine_process` as `python -m megatron_rl.rollout.vllm_worker --fd N --life-fd M`. It leads
-its own session, so ending its process group ends vLLM's workers as well.
+Run by `rollout.engine_process` as `python -m megatron_rl.rollout.vllm_worker --fd N --life-fd M --scratch DIR`. It
+leads its own session, so ending its process group ends vLLM's workers as well.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -34,11 +36,14 @@ def main() -> int:
     parser.add_argument(
         "--life-fd", type=int, required=True, help="socket that closes when the owner is gone"
     )
+    parser.add_argument("--scratch", required=True, help="directory for temporary files; goes with this process")
     args = parser.parse_args()
+    # of this process and of vLLM's workers
+    os.environ["TMPDIR"] = tempfile.tempdir = args.scratch
     sock, life = socket.socket(fileno=args.fd), socket.socket(fileno=args.life_fd)
     for owned in (sock, life):
         owned.set_inheritable(False)
-    threading.Thread(target=_die_with_owner, args=(life, os.getppid()), daemon=True).start()
+    threading.Thread(target=_die_with_owner, args=(life, os.getppid(), args.scratch), daemon=True).start()
     # the log is appended to: this line parts what earlier processes wrote from what follows
     print(f"--- engine process {os.getpid()} started {time.strftime('%Y-%m-%d %H:%M:%S %z')}", flush=True)
     try:
@@ -59,7 +64,7 @@ def main() -> int:
         return 1
 
 
-def _die_with_owner(life: socket.socket, owner: int) -> None:
+def _die_with_owner(life: socket.socket, owner: int, scratch: str) -> None:
     """End the whole process group once the owner closed its end or is no longer our parent.
 
     The parent is asked as well because a child that the owner forked may keep the socket open after its
@@ -75,6 +80,7 @@ def _die_with_owner(life: socket.socket, owner: int) -> None:
         except OSError:
             break
     print("owner is gone, ending this engine", file=sys.stderr, flush=True)
+    shutil.rmtree(scratch, ignore_errors=True)
     if os.getpgrp() == os.getpid():
         remove_shared_memory(shared_memory_of_group(os.getpid()))
         os.killpg(0, signal.SIGKILL)
