@@ -319,3 +319,38 @@ def test_triton_refuses_float64():
 def test_config_without_meaning_is_refused(match, fields):
     with pytest.raises(ValueError, match=match):
         PolicyLossConfig(**fields)
+
+
+@each_impl
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_nan_of_a_trained_ratio_reaches_the_loss_of_topr_and_the_largest_ratio(impl, advantage):
+    inputs = random_inputs(9, masked=0.0)
+    inputs.advantage[:], inputs.old_logprob[4] = advantage, math.nan
+    out = run(inputs, CONFIGS["topr"], impl=impl)
+    assert math.isnan(_metric(out, "ratio_max"))
+    if advantage < 0:
+        assert math.isnan(out.loss.item())
+
+
+@each_impl
+def test_nan_advantage_is_counted_as_no_clipped_token(impl):
+    inputs = random_inputs(9, masked=0.0)
+    inputs.advantage[:] = math.nan
+    for name in ("reinforce", "sapo", "topr"):
+        out = run(inputs, PolicyLossConfig(surrogate=name), impl=impl)
+        assert _metric(out, "clipped_high") == _metric(out, "clipped_low") == 0, name
+
+
+@each_impl
+def test_entropy_and_reference_that_the_loss_does_not_read_may_be_nan(impl):
+    inputs = random_inputs(9, masked=0.0)
+    want = run(inputs, PolicyLossConfig(surrogate="clip"), impl=impl)
+    inputs.entropy[:] = inputs.ref_logprob[:] = math.nan
+    got = run(inputs, PolicyLossConfig(surrogate="clip"), impl=impl)
+    assert torch.equal(got.loss, want.loss) and math.isfinite(got.loss.item())
+
+
+@pytest.mark.parametrize("value", ["0.2", None, torch.tensor(0.2), True])
+def test_bound_that_is_no_number_is_named(value):
+    with pytest.raises(TypeError, match=r"policy_loss: low = .* must be a number"):
+        PolicyLossConfig(surrogate="clip", low=value)

@@ -56,7 +56,15 @@ class PolicyLossConfig:
                 )
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, float) and not math.isfinite(value):
+            if field.name in ("surrogate", "kl", "cispo_mask") or (
+                field.name == "dual_clip" and value is None
+            ):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(
+                    f"policy_loss: {field.name} = {value!r} of {type(value).__name__}, must be a number"
+                )
+            if not math.isfinite(value):
                 raise ValueError(f"policy_loss: {field.name} = {value}, must be finite")
         if self.low < 0 or self.high < 0:
             raise ValueError(f"policy_loss: low = {self.low}, high = {self.high}, neither may be negative")

@@ -64,8 +64,10 @@ def _loss(
     kl = zero
     if dense.ref_logprob is not None:
         kl = _kl(config, dense.ref_logprob - dense.logprob, shift, clamped.exp(), one)
-        terms = terms + config.kl_coefficient * kl
-    if entropy is not None:
+        if config.kl != "none":
+            terms = terms + config.kl_coefficient * kl
+    # a coefficient of 0 leaves it a metric, which may be anything
+    if entropy is not None and config.entropy_coefficient:
         terms = terms - config.entropy_coefficient * entropy
     nll_weight = zero if dense.nll_weight is None else dense.nll_weight
     nll = torch.where(nll_weight != 0, -logprob, 0.0)

@@ -160,11 +160,11 @@ def merge_parts_kernel(
         column = start + lanes
         part = tl.load(part_ptr + row * num_blocks + column, mask=column < num_blocks, other=0.0)
         if row == MAX_ROW:
-            total = tl.maximum(total, part)
+            total = tl.where((part > total) | (part != part), part, total)
         else:
             total += part
     if row == MAX_ROW:
-        tl.store(out_ptr + row, tl.max(total, axis=0))
+        tl.store(out_ptr + row, _maximum(total, tl.sum(total, axis=0)))
     else:
         tl.store(out_ptr + row, tl.sum(total, axis=0))
 
@@ -195,7 +195,14 @@ def _store_ratios(part_ptr, block, log_ratio, token_ratio, seen):
     _store_sum(part_ptr, 4, block, -log_ratio)
     _store_sum(part_ptr, 5, block, _k3(log_ratio, token_ratio))
     _store_sum(part_ptr, 6, block, seen)
-    tl.store(part_ptr + 7 * tl.num_programs(0).to(tl.int64) + block, tl.max(seen, axis=0))
+    largest = _maximum(seen, tl.sum(seen, axis=0))
+    tl.store(part_ptr + 7 * tl.num_programs(0).to(tl.int64) + block, largest)
+
+
+@triton.jit
+def _maximum(values, total):
+    """Of finite values, and NaN where `total`, their sum, is one: `tl.max` would drop it."""
+    return tl.where(total == total, tl.max(values, axis=0), total)
 
 
 @triton.jit
@@ -236,7 +243,7 @@ def _sapo(ratio, advantage, tau_positive, tau_negative):
     large_side, small_side = 1.0 / (1.0 + small), small / (1.0 + small)
     gate = tl.where(shifted > 0, large_side, small_side)
     closed = tl.where(shifted > 0, small_side, large_side)
-    never = advantage != advantage
+    never = (advantage > 0) & (advantage < 0)
     return 4.0 / tau * gate, 4.0 * gate * closed * ratio, never, never
 
 
@@ -250,14 +257,14 @@ def _gmpo(ratio, log_ratio, advantage, lower, upper):
 @triton.jit
 def _constant_weight(ratio, advantage, lower, upper, SURROGATE: tl.constexpr, CISPO_MASK: tl.constexpr):
     """(gradient weight, clipped above, clipped below) of those with f = weight * logprob."""
-    is_high = advantage != advantage
+    is_high = (advantage > 0) & (advantage < 0)
     is_low = is_high
     weight = ratio
     if SURROGATE == "reinforce":
         weight = tl.where(is_high, ratio, 1.0)
     if SURROGATE == "topr":
         is_high = (advantage < 0) & (ratio > 1.0)
-        weight = tl.where((advantage < 0) & (ratio <= 1.0), ratio, 1.0)
+        weight = tl.where(advantage < 0, tl.where(is_high, 1.0, ratio), 1.0)
     if SURROGATE == "cispo":
         weight = tl.where(ratio > upper, upper, tl.where(ratio < lower, lower, ratio))
         if CISPO_MASK:
