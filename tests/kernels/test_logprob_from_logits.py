@@ -390,3 +390,35 @@ def test_in_place_form_refuses_logits_that_it_must_not_overwrite():
         logprob_from_logits_(logits[:1].expand(3, 7), target)
     with pytest.raises(ValueError, match="this op has portable, triton"):
         logprob_from_logits_(logits, target, impl="reference")
+
+
+@pytest.mark.parametrize("impl", ["reference", *IMPLS, "host"])
+def test_foreign_target_gets_no_gradient_whatever_the_upstream_one_is(impl):
+    logits, _ = _inputs(3, 7)
+    leaf = logits.requires_grad_()
+    out = logprob_from_logits(leaf, torch.tensor([2, -100, 7]), impl=impl)
+    assert out.logprob.isnan().tolist() == [False, True, True]
+    out.logprob.sum().backward()
+    assert leaf.grad[0].abs().sum() > 0
+    assert torch.equal(leaf.grad[1:], torch.zeros(2, 7))
+
+
+@pytest.mark.parametrize("impl", ["reference", *IMPLS, "host"])
+@pytest.mark.parametrize("bad", [0.0, -1.0, INF, float("nan")])
+def test_token_with_an_unusable_temperature_gives_nan_and_no_other_does(bad, impl):
+    logits, target = _inputs(3, 7)
+    out = logprob_from_logits(logits, target, temperature=torch.tensor([1.0, bad, 0.5]), impl=impl)
+    for values in (out.logprob, out.entropy):
+        assert values.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("impl", ["reference", *IMPLS, "host"])
+def test_logits_or_temperatures_at_the_ends_of_float32_give_finite_gradients(impl):
+    logits, target = _inputs(2, 7)
+    huge = logits.clone()
+    huge[0, :2] = torch.tensor([3e38, -3e38])
+    for values, temperature in ((huge, 1.0), (logits, 1e-30)):
+        leaf = values.clone().requires_grad_()
+        out = logprob_from_logits(leaf, target, temperature=temperature, impl=impl)
+        (out.logprob[1] + out.entropy.sum()).backward()
+        assert bool(out.entropy.isfinite().all()) and bool(leaf.grad.isfinite().all())

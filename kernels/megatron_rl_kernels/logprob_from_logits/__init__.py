@@ -39,8 +39,8 @@ def logprob_from_logits(
     """log softmax(logits / temperature)[target], entropy and lse of each row; the first two are differentiable.
 
     logits [N, V_local]: columns vocab_start .. vocab_start + V_local of the vocabulary, rows may be strided; target
-    [N] int64 global token ids, any valid id where the loss is masked (one that no shard owns gives NaN). `temperature`
-    is a number, or [N] for one of each token, every one above 0 (values of a tensor are not checked); no gradient.
+    [N] int64 global token ids (one that no shard owns gives a log-prob of NaN, without gradient). `temperature` is a
+    number, or [N] for one of each token, without gradient; a token whose own is not finite and above 0 gives NaN.
     `valid_vocab` is the global number of real tokens: columns at or beyond it are padding, whatever they hold, and
     get zero gradient; None: all are real. Results are float32 (float64 for float64 logits).
 
@@ -63,7 +63,7 @@ def logprob_from_logits(
         return logprob_from_logits_reference(
             logits,
             target,
-            temperature=temperature,
+            temperature=shard.temperature,
             vocab_start=vocab_start,
             valid_vocab=valid_vocab,
             with_entropy=with_entropy,
@@ -189,7 +189,9 @@ def _checked_temperature(
             f"{name}: got temperature of {temperature.dtype}, requires_grad = {temperature.requires_grad}; must be "
             "of a floating dtype and has no gradient: pass temperature.float().detach()"
         )
-    return temperature.to(compute_dtype(logits)).contiguous()
+    # reading the values would stop the device: NaN marks the tokens instead
+    usable = torch.isfinite(temperature) & (temperature > 0)
+    return torch.where(usable, temperature, float("nan")).to(compute_dtype(logits)).contiguous()
 
 
 def _backend(impl: Impl) -> Backend:

@@ -40,6 +40,11 @@ class LogprobFromLogits(torch.autograd.Function):
         logits, target, *values = ctx.saved_tensors
         if grad_logprob is None and grad_entropy is None:
             return None, None, None, None
+        if grad_logprob is not None:
+            # no shard has the target: its log-prob says so with NaN and is no function of the logits. NaN logits
+            # show in the normaliser too, and stay NaN in the gradient
+            is_lost = values[0].isnan() & ~values[-1].isnan()
+            grad_logprob = grad_logprob.masked_fill(is_lost, 0.0)
         ctx.is_spent = shard.overwrites_logits
         out = logits.detach() if shard.overwrites_logits else torch.empty_like(logits)
         ctx.backend.write_gradients(

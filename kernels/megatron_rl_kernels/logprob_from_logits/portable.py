@@ -19,6 +19,8 @@ _BLOCK_TOKENS = 64
 _BLOCK_VOCAB = 2048
 # the log-probability of an impossible token: far below any other, and 0 times it is 0
 _LOWEST = -1e30
+# the exp of it is 0 in float64 too, and the product with an upstream gradient does not overflow
+_NO_PROBABILITY = -1e4
 
 
 def row_values(logits: Tensor, target: Tensor, shard: Shard) -> RowValues:
@@ -69,7 +71,7 @@ def write_gradients(
                 block.mul_(-grad[rows])
             else:
                 assert values.entropy is not None
-                surprise = logprobs.clamp_(min=_LOWEST).add_(values.entropy[rows, None])
+                surprise = logprobs.clamp_(min=_NO_PROBABILITY).add_(values.entropy[rows, None])
                 block.mul_(surprise.mul_(-pull[rows]).sub_(grad[rows]))
             _add_at_target(block, local[rows], grad[rows])
             out[rows, columns] = block.masked_fill_(is_idle[rows], 0.0)

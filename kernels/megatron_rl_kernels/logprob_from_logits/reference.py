@@ -44,7 +44,7 @@ def logprob_from_logits_reference(
     logprob = chosen.masked_fill(is_empty, float("-inf")).masked_fill(~is_owned, float("nan"))
     entropy = None
     if with_entropy:
-        # p log p is 0 where p is 0
-        weighted = logprobs.exp() * logprobs.masked_fill(is_impossible, 0.0)
+        # p log p is 0 where p is 0, by a logit of -inf or by a difference of logits beyond float32
+        weighted = logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)
         entropy = -weighted.sum(dim=1).masked_fill(is_empty, 0.0)
     return LogitsLogprob(logprob, entropy, torch.logsumexp(scaled.detach(), dim=1))
