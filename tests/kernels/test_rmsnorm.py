@@ -247,3 +247,29 @@ def test_norm_of_the_model_is_this_op():
     out.backward(upstream)
     for got, want in zip((out, leaf.grad, norm.weight.grad), _run(rmsnorm, x, weight, upstream), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("impl", ["reference", "portable", "triton"])
+def test_smallest_eps_gives_rows_of_zeros_finite_gradients_and_a_smaller_one_is_refused(impl):
+    x, weight = torch.zeros(3, 8, requires_grad=True), torch.ones(8)
+    out = rmsnorm(x, weight, eps=1e-24, impl=impl)
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros(3, 8)) and bool(x.grad.isfinite().all())
+    # 0 in float32
+    with pytest.raises(ValueError, match="rmsnorm: eps = 1e-50"):
+        rmsnorm(x, weight, eps=1e-50, impl=impl)
+
+
+@every_impl
+def test_results_may_be_written_in_place(impl):
+    x, weight, upstream = _inputs(3, 8)
+    want = _run(rmsnorm, x, weight, 2 * upstream, impl=impl)[1]
+    leaf = x.clone().requires_grad_()
+    normed, summed = rmsnorm_residual(leaf, torch.zeros_like(x), weight, eps=EPS, impl=impl)
+    normed.mul_(2).backward(upstream)
+    torch.testing.assert_close(leaf.grad, want)
+    summed.detach().add_(1)
+    again, summed = rmsnorm_residual(leaf, torch.zeros_like(x), weight, eps=EPS, impl=impl)
+    summed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        again.sum().backward()

@@ -18,14 +18,16 @@ from megatron_rl_kernels.rmsnorm.reference import rmsnorm_reference, rmsnorm_res
 __all__ = ["rmsnorm", "rmsnorm_reference", "rmsnorm_residual", "rmsnorm_residual_reference"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# below, the third power of 1 / sqrt(eps), which the gradient of a row of zeros meets, leaves float32
+_MIN_EPS = 1e-24
 
 
 def rmsnorm(x: Tensor, weight: Tensor, *, eps: float, impl: Impl | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, differentiable in both.
 
-    x [..., H], any strides; weight [H] contiguous, of the same dtype; eps above 0, so that a row of zeros gives zeros.
-    Backward keeps x, weight and one float32 per row. Gradients are summed in float32 and rounded once, that of the
-    weight in an order that depends on shapes alone. Raises TypeError or ValueError for arguments that do not fit.
+    x [..., H], any strides; weight [H] contiguous, of the same dtype; eps at least 1e-24, so that a row of zeros gives
+    zeros. Backward keeps x, weight and one float32 per row. Gradients are summed in float32 and rounded once, that of
+    the weight in an order that depends on shapes alone. Raises TypeError or ValueError for arguments that do not fit.
     """
     _check("rmsnorm", x, weight, eps)
     chosen = _choose("rmsnorm", x, impl)
@@ -88,9 +90,9 @@ def _check(name: str, x: Tensor, weight: Tensor, eps: float) -> None:
         raise ValueError(f"{name}: got x on {x.device}, weight on {weight.device}; put them on one device")
     if not weight.is_contiguous():
         raise ValueError(f"{name}: weight has stride {weight.stride()}; pass weight.contiguous()")
-    if not (math.isfinite(eps) and eps > 0):
+    if not (math.isfinite(eps) and eps >= _MIN_EPS):
         raise ValueError(
-            f"{name}: eps = {eps}, must be finite and above 0: a row of zeros would have no norm"
+            f"{name}: eps = {eps}, must be finite and at least {_MIN_EPS:g}: a row of zeros would have no norm"
         )
 
 

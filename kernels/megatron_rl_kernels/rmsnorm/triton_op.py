@@ -38,8 +38,9 @@ class TritonRmsnorm(torch.autograd.Function):
                 "impl = 'portable'"
             )
         flat, other = _rows(x), None if residual is None else _rows(residual)
-        out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
-        summed = flat if other is None else torch.empty_like(out)
+        # in their final shape: autograd refuses to write in place to a view that a function returns
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        summed = x if other is None else torch.empty_like(out)
         rstd = torch.empty(len(flat), dtype=torch.float32, device=x.device)
         rows, block, warps = _tile(hidden)
         if len(flat):
@@ -48,7 +49,7 @@ class TritonRmsnorm(torch.autograd.Function):
                 flat if other is None else other,
                 weight,
                 out,
-                summed,
+                flat if other is None else summed,
                 rstd,
                 len(flat),
                 hidden,
@@ -60,10 +61,9 @@ class TritonRmsnorm(torch.autograd.Function):
                 BLOCK=block,
                 num_warps=warps,
             )
-        ctx.shape = x.shape
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(summed, weight, rstd)
-        return out.view(x.shape), None if residual is None else summed.view(x.shape)
+        return out, None if residual is None else summed
 
     @staticmethod
     @once_differentiable
@@ -74,8 +74,8 @@ class TritonRmsnorm(torch.autograd.Function):
         if grad is None:
             return grad_summed, grad_summed if has_residual else None, None, None
         x, weight, rstd = ctx.saved_tensors
-        grad_x, grad_weight = _gradients(grad, grad_summed, x, weight, rstd)
-        grad_x = grad_x.view(ctx.shape)
+        grad_x, grad_weight = _gradients(grad, grad_summed, _rows(x), weight, rstd)
+        grad_x = grad_x.view(x.shape)
         return grad_x, grad_x if has_residual else None, grad_weight, None
 
 
