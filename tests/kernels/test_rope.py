@@ -167,3 +167,15 @@ def test_angles_of_another_dtype_are_named():
     angles = RopeAngles(torch.ones(3, 4), torch.ones(3, 4))
     with pytest.raises(TypeError, match=r"cos of torch\.float32"):
         rotate(torch.zeros(3, 2, 8, dtype=torch.bfloat16), angles)
+
+
+@pytest.mark.parametrize("impl", ["reference", "portable", "triton"])
+def test_angles_that_want_a_gradient_are_refused(impl):
+    x, _, inv_freq = _inputs(2, 8)
+    with pytest.raises(ValueError, match="rope: cos or sin requires a gradient"):
+        rope(x, POSITIONS, inv_freq.requires_grad_(), impl=impl)
+
+
+def test_positions_on_another_device_are_named():
+    with pytest.raises(ValueError, match="rope: got positions on meta, inv_freq on cpu"):
+        rope_angles(POSITIONS.to("meta"), torch.ones(4), dtype=torch.float32)

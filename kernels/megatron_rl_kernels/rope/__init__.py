@@ -70,6 +70,10 @@ def _check(x: Tensor, angles: RopeAngles) -> None:
             f"rope: got x of {x.dtype}, cos of {cos.dtype}, sin of {sin.dtype}; all must be the same one of "
             + ", ".join(str(dtype) for dtype in _DTYPES)
         )
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise ValueError(
+            "rope: cos or sin requires a gradient but is a constant here; detach inv_freq or the angles"
+        )
     if not x.device == cos.device == sin.device:
         raise ValueError(
             f"rope: got x on {x.device}, cos on {cos.device}, sin on {sin.device}; put them on one device"

@@ -34,5 +34,9 @@ def rope_angles(positions: Tensor, inv_freq: Tensor, *, dtype: torch.dtype) -> R
             f"rope: got positions of {positions.dtype}, inv_freq of {inv_freq.dtype}; must be torch.int64 and "
             "torch.float32: half precision has too few digits for an angle"
         )
+    if positions.device != inv_freq.device:
+        raise ValueError(
+            f"rope: got positions on {positions.device}, inv_freq on {inv_freq.device}; put them on one device"
+        )
     angle = positions[:, None].to(inv_freq.dtype) * inv_freq
     return RopeAngles(angle.cos().to(dtype), angle.sin().to(dtype))
