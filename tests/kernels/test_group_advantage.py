@@ -168,3 +168,22 @@ def test_reward_of_another_type_or_shape_is_named():
         group_advantage(torch.zeros(2, 2), mode="std", group_size=2)
     with pytest.raises(TypeError, match="'triton' takes float32"):
         group_advantage(torch.zeros(4).double(), mode="std", group_size=2, impl="triton")
+
+
+@pytest.mark.parametrize("impl", ["reference", "portable", "triton"])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_group_of_rewards_that_are_all_not_finite_is_spoilt(value, impl):
+    reward = torch.tensor([value, value, 0.0, 1.0])
+    got = group_advantage(reward, mode="mean", group_size=2, validate=False, impl=impl)
+    assert got.isnan().tolist() == [True, True, False, False]
+
+
+def test_reward_whose_square_leaves_float32_is_refused():
+    with pytest.raises(ValueError, match="1 rewards are not finite or beyond 1e"):
+        group_advantage(torch.tensor([1e30, 0.0]), mode="std", group_size=2)
+
+
+@pytest.mark.parametrize("size", [2.0, True, "2"])
+def test_group_size_that_is_no_int_is_named(size):
+    with pytest.raises(TypeError, match=r"group_advantage: group_size = .* must be an int"):
+        group_advantage(torch.ones(4), mode="std", group_size=size)

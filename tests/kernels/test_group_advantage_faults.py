@@ -36,7 +36,7 @@ FAULTS = [
     (portable, "reward.double()", "reward.clone()", OFFSET, ("mean",)),
     (reference, "len(values) - int(unbiased)", "len(values)", HAND, UNBIASED),
     (reference, "(rewards.sum() - rewards)", "rewards.sum()", HAND, OTHERS),
-    (reference, "size > 1 and not bool((rewards == rewards[0]).all())", "True", EQUAL, ("std", 1e-6, 0.1)),
+    (reference, "if not is_equal:", "if True:", EQUAL, ("std", 1e-6, 0.1)),
     (triton_kernels, "total += tl.where(inside, reward - first, 0.0)", "total += reward - first", HAND, UNBIASED),
     (triton_kernels, "reward - first", "reward", OFFSET, ("mean",)),
     (triton_kernels, "return tl.load(order_ptr", "return 0 * tl.load(order_ptr", SHUFFLED, ("mean", False)),

@@ -18,6 +18,9 @@ from megatron_rl_kernels.group_advantage.reference import group_advantage_refere
 
 __all__ = ["Mode", "group_advantage"]
 
+# the sum of the squares of as many as there may be is finite in float32
+MAX_REWARD = 1e15
+
 Mode = Literal["mean", "std", "leave_one_out", "batch_std", "centred_batch_std"]
 
 
@@ -42,12 +45,12 @@ def group_advantage(
 
     Groups are `group_ids` [B] int64 (equal ids, any values, in any order) or consecutive `group_size`s, one of the
     two. `unbiased` divides the sum of squares by n - 1 instead of n. "All rewards" are those passed: gather them over
-    data-parallel ranks first. A group of equal rewards gets exact zeros, with an eps
-    of 0 too.
+    data-parallel ranks first. A group of equal rewards gets exact zeros, with an eps of 0 too.
 
-    `validate` raises ValueError for a group of one (it has no baseline) and a reward that is not finite, for which it
-    waits for the device. Without it nothing waits, a group of one gets 0, and a reward that is not finite spoils its
-    group, or the whole batch in the last two modes. Raises TypeError or ValueError for arguments without meaning.
+    `validate` raises ValueError for a group of one (it has no baseline) and a reward that is not finite or beyond 1e15
+    (whose square may leave float32), for which it waits for the device. Without it nothing waits, a group of one gets
+    0, and a reward that is not finite spoils its group, or the whole batch in the last two modes. Raises TypeError or
+    ValueError for arguments without meaning.
     """
     _check_reward(reward)
     if mode not in get_args(Mode):
@@ -83,7 +86,8 @@ def _groups(reward: Tensor, group_ids: Tensor | None, group_size: int | None) ->
         raise ValueError("group_advantage: pass group_ids [B] int64 or group_size, one of the two")
     num_rollouts = len(reward)
     if group_ids is None:
-        assert group_size is not None
+        if isinstance(group_size, bool) or not isinstance(group_size, int):
+            raise TypeError(f"group_advantage: group_size = {group_size!r}, must be an int")
         if group_size < 2:
             raise ValueError(f"group_advantage: group_size = {group_size}, at least 2: one has no baseline")
         if num_rollouts % group_size:
@@ -109,6 +113,9 @@ def _check_values(reward: Tensor, groups: Groups) -> None:
             f"group_advantage: {single} groups have one rollout and no baseline; raise the group size, drop them, or "
             "pass validate=False to give them 0"
         )
-    wrong = int((~reward.isfinite()).sum())
+    wrong = int((~(reward.abs() <= MAX_REWARD)).sum())
     if wrong:
-        raise ValueError(f"group_advantage: {wrong} rewards are not finite; fix them, or mask their rollouts")
+        raise ValueError(
+            f"group_advantage: {wrong} rewards are not finite or beyond {MAX_REWARD:g}; fix them, or mask their "
+            "rollouts"
+        )

@@ -15,9 +15,10 @@ def group_advantage_portable(
     rewards = reward.double() if groups.order is None else reward.double()[groups.order]
     counts = groups.offsets.diff()
     centred = rewards - (_sums(rewards, groups) / counts)[groups.index]
-    # the mean of equal numbers may differ from them in the last bit. A group of one is a group of equal numbers
+    # the mean of equal numbers may differ from them in the last bit. A group of one is a group of equal numbers, and
+    # infinities are none
     low, high = (_extreme(rewards, groups, how) for how in ("amin", "amax"))
-    varied = (low != high)[groups.index]
+    varied = ((low != high) | low.isinf())[groups.index]
     advantage = torch.where(varied, centred, 0.0)
     if mode == "std":
         deviation = (_sums(advantage.square(), groups) / (counts - int(unbiased)).clamp(min=1)).sqrt()

@@ -22,7 +22,8 @@ def group_advantage_reference(
         rewards = reward[one]
         size = len(one)
         # the mean of equal numbers may differ from them in the last bit
-        if size > 1 and not bool((rewards == rewards[0]).all()):
+        is_equal = bool((rewards == rewards[0]).all()) and bool(rewards[0].isfinite())
+        if not is_equal:
             centred = rewards - rewards.mean()
             if mode == "std":
                 centred = centred / (_std(rewards, unbiased) + eps)
