@@ -170,3 +170,14 @@ def test_tensors_that_do_not_fit_are_refused_by_name():
         adamw_(master.bfloat16(), exp_avg, exp_avg_sq, grad, step=1, **OPTIONS)
     with pytest.raises(TypeError, match=r"impl = .triton. takes a master of torch\.float32"):
         adamw_(*_state(10, dtype=torch.float64), step=1, impl="triton", **OPTIONS)
+
+
+@pytest.mark.parametrize("impl", ["reference", "portable", "triton"])
+@pytest.mark.parametrize(
+    "options", [{"lr": torch.tensor(0.1)}, {"lr": 0.1, "grad_scale": 1e39}], ids=["lr", "scale"]
+)
+def test_numbers_that_float32_or_a_kernel_cannot_take_are_refused(options, impl):
+    state = [torch.ones(3) for _ in range(4)]
+    with pytest.raises((TypeError, ValueError), match=r"adamw_: (lr|grad_scale) = "):
+        adamw_(*state, step=1, impl=impl, **options)
+    assert all(torch.equal(one, torch.ones(3)) for one in state)

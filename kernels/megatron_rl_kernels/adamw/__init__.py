@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -134,5 +133,5 @@ def _check_scale(scale: Tensor | float, device: torch.device) -> None:
                 f"adamw_: got grad_scale {tuple(scale.shape)} of {scale.dtype} on {scale.device}; a tensor must have "
                 f"one element of torch.float32 on {device}"
             )
-    elif not math.isfinite(scale):
-        raise ValueError(f"adamw_: grad_scale = {scale}, must be finite")
+    elif not abs(scale) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"adamw_: grad_scale = {scale}, must be finite in float32")

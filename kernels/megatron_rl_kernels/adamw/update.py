@@ -31,7 +31,7 @@ class Update:
 def make_update(
     *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int
 ) -> Update:
-    """Check the numbers of a step and derive an `Update`. Raises ValueError naming the one that is out of range."""
+    """Check the numbers of a step and derive an `Update`. Raises TypeError or ValueError naming what does not fit."""
     beta1, beta2 = betas
     _check("lr", lr, lr >= 0, "at least 0")
     _check("betas[0]", beta1, 0 <= beta1 < 1, "in [0, 1)")
@@ -51,5 +51,7 @@ def make_update(
 
 
 def _check(name: str, value: float, fits: bool, allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"adamw_: {name} = {value!r} of {type(value).__name__}, must be a number")
     if not (math.isfinite(value) and fits):
         raise ValueError(f"adamw_: {name} = {value}, must be {allowed}")
