@@ -277,3 +277,22 @@ def test_addresses_beyond_two_to_the_31_elements_are_reached():
         timeout=120,
     )
     assert done.stdout.strip() == "reached", done.stderr
+
+
+@pytest.mark.parametrize("impl", ["reference", "portable", "triton"])
+def test_autograd_sees_what_a_copy_overwrites(impl):
+    tensor, flat = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
+    saved_tensor, saved_flat = tensor * 1, flat * 1
+    losses = (saved_tensor * saved_tensor).sum(), (saved_flat * saved_flat).sum()
+    piece = Slice.along(saved_tensor.detach(), dim=None, offset=0)
+    reshard_pack([piece], saved_flat.detach(), impl=impl)
+    reshard_unpack(torch.zeros(8), [piece], impl=impl)
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_lazy_negation_or_conjugate_is_refused():
+    for lazy in (torch._neg_view(torch.ones(4)), torch.full((4,), 1 + 2j).conj()):
+        with pytest.raises(ValueError, match="lazy conjugate or negation"):
+            reshard_pack([Slice.along(lazy, dim=None, offset=0)], torch.zeros(4, dtype=lazy.dtype))

@@ -103,6 +103,8 @@ class CopyTable:
                 f"{op}: got flat {tuple(flat.shape)} of {flat.dtype}, the slices were checked for "
                 f"({self.flat_size},) of {self.flat_dtype}"
             )
+        if flat.is_conj() or flat.is_neg():
+            raise ValueError(f"{op}: flat is a lazy conjugate or negation; pass the buffer itself")
         if not flat.is_contiguous():
             raise ValueError(f"{op}: flat {tuple(flat.shape)} has stride {flat.stride()}, must be contiguous")
         for index, tensor, place in self._places:
@@ -168,6 +170,11 @@ class CopyTable:
             )
         if tensor.element_size() > 8:
             raise TypeError(f"{where}: got {tensor.dtype}, elements may have at most 8 bytes")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(
+                f"{where}: the tensor {list(tensor.shape)} is a lazy conjugate or negation, its memory holds other "
+                "values; pass tensor.resolve_conj().resolve_neg()"
+            )
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{where}: the tensor {list(tensor.shape)} has stride {tensor.stride()}, must be contiguous; take the "

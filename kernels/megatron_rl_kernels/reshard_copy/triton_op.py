@@ -54,6 +54,9 @@ def copy_triton(table: CopyTable, flat: Tensor, *, pack: bool) -> None:
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
+    # autograd must see what the kernel writes behind its back
+    for tensor in [flat] if pack else [piece.tensor for _, piece in table.filled]:
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _launches(table: CopyTable, device: torch.device, *, aligned: bool) -> list[_Launch]:
