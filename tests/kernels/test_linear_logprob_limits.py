@@ -301,3 +301,22 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits():
     assert _largest_tensor(256, chunk_tokens=128, chunk_vocab=250, impl="triton") <= 128 * 256
     # the instrument does see what the definition materialises
     assert _largest_tensor(2048, impl="reference") == 2048 * 1000
+
+
+@pytest.mark.parametrize("impl", ["reference", "portable", "triton"])
+@pytest.mark.parametrize("bad", [0.0, -1.0, INF, NAN])
+def test_unusable_temperature_gives_nan_for_its_token_alone(bad, impl):
+    hidden, weight, target = inputs(3, 40)
+    out = linear_logprob(hidden, weight, target, temperature=torch.tensor([1.0, bad, 0.5]), impl=impl)
+    assert out.logprob.isnan().tolist() == out.entropy.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("impl", ["reference", "portable", "triton"])
+def test_main_grad_without_memory_of_its_own_is_refused(impl):
+    hidden, weight, target = inputs(3, 40)
+    for main_grad, what in (
+        (torch.zeros(1, weight.shape[1]).expand_as(weight), "expanded"),
+        (weight, "memory of weight"),
+    ):
+        with pytest.raises(ValueError, match=f"linear_logprob: main_grad .*{what}"):
+            linear_logprob(hidden, weight, target, main_grad=main_grad, impl=impl)

@@ -468,3 +468,33 @@ def test_arguments_that_do_not_fit_are_named(change, error, words):
     }
     with pytest.raises(error, match=words):
         linear_policy_loss(**(arguments | change))
+
+
+@pytest.mark.parametrize("impl", ["reference", "portable"])
+def test_trained_foreign_target_gives_a_loss_of_nan_in_each_implementation(impl):
+    batch = make_batch(5, 20)
+    for foreign in (-100, 20):
+        target = batch.target.clone()
+        target[batch.inputs.mask.nonzero()[0]] = foreign
+        loss = linear_policy_loss(batch.hidden, batch.weight, target, batch.inputs, PPO, impl=impl).loss
+        assert math.isnan(loss.item())
+
+
+def test_constants_with_a_gradient_or_on_another_device_are_named():
+    batch = make_batch(5, 20)
+    args = batch.hidden, batch.weight, batch.target
+    advantage = batch.inputs.advantage.clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"inputs\.advantage requires a gradient"):
+        linear_policy_loss(*args, replace(batch.inputs, advantage=advantage), PPO)
+    for temperature, what in (
+        (torch.ones(5, device="meta"), "temperature on meta"),
+        (torch.ones(5, requires_grad=True), "temperature requires a gradient"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            linear_policy_loss(*args, batch.inputs, PPO, temperature=temperature)
+    expanded = torch.zeros(1, batch.weight.shape[1]).expand_as(batch.weight)
+    for main_grad, what in ((expanded, "expanded"), (batch.weight.detach(), "memory of weight")):
+        with pytest.raises(ValueError, match=f"linear_policy_loss: main_grad .*{what}"):
+            linear_policy_loss(*args, batch.inputs, PPO, main_grad=main_grad)
+    with pytest.raises(ValueError, match="H must be at least 1"):
+        linear_policy_loss(batch.hidden[:, :0], batch.weight[:, :0], batch.target, batch.inputs, PPO)

@@ -16,6 +16,7 @@ from megatron_rl_kernels.dispatch import Impl, choose_impl
 from megatron_rl_kernels.linear_logprob.autograd import Engine, Head, LinearLogprobFunction, stats_dtype
 from megatron_rl_kernels.linear_logprob.portable import PortableEngine
 from megatron_rl_kernels.linear_logprob.reference import LinearLogprob, linear_logprob_reference
+from megatron_rl_kernels.linear_logprob.stats import check_main_grad_memory
 
 __all__ = ["LinearLogprob", "linear_logprob", "linear_logprob_reference"]
 
@@ -190,6 +191,7 @@ def _check_main_grad(main_grad: Tensor | None, weight: Tensor) -> None:
             f"linear_logprob: main_grad of {main_grad.dtype}, requires_grad = {main_grad.requires_grad}; "
             "must be torch.float32 without gradient"
         )
+    check_main_grad_memory("linear_logprob", main_grad, weight)
 
 
 def _inverse(temperature: float | Tensor, dtype: torch.dtype) -> float | Tensor:

@@ -49,16 +49,17 @@ def linear_logprob_reference(
     num_real = weight.shape[0] if valid_vocab is None else valid_vocab - vocab_start
     logits = hidden.to(dtype) @ weight[:num_real].to(dtype).T  # [N, V]
     if isinstance(temperature, Tensor):
-        temperature = torch.where(temperature > 0, temperature, float("nan")).to(dtype)[:, None]
+        usable = torch.isfinite(temperature) & (temperature > 0)
+        temperature = torch.where(usable, temperature, float("nan")).to(dtype)[:, None]
     logprobs = torch.log_softmax(logits / temperature, dim=1)
     local = target - vocab_start
     is_real = (local >= 0) & (local < logprobs.shape[1])
     chosen = logprobs.gather(1, torch.where(is_real, local, 0)[:, None]).squeeze(1)
+    # p log p is 0 where p is 0
+    weighted = logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)
     return LinearLogprob(
         logprob=torch.where(is_real, chosen, float("nan")),
-        entropy=-torch.where(logprobs == float("-inf"), 0.0, logprobs.exp() * logprobs).sum(dim=1)
-        if with_entropy
-        else None,
+        entropy=-weighted.sum(dim=1) if with_entropy else None,
         lse=torch.logsumexp(logits.detach() / temperature, dim=1),
     )
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl_kernels.linear_logprob.stats import check_main_grad_memory
 from megatron_rl_kernels.linear_policy_loss.types import PolicyInputs
 
 OP = "linear_policy_loss"
@@ -39,6 +40,12 @@ def check_arguments(
                 f"{OP}: temperature {tuple(temperature.shape)} of {temperature.dtype}, must be a number or [N] = "
                 f"{list(target.shape)} of float32"
             )
+        if temperature.device != target.device:
+            raise ValueError(
+                f"{OP}: temperature on {temperature.device}, target on {target.device}; move one"
+            )
+        if temperature.requires_grad:
+            raise ValueError(f"{OP}: temperature requires a gradient but is a constant here; detach it")
     elif not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"{OP}: temperature = {temperature}, must be finite and above 0")
     if chunk_tokens is not None and chunk_tokens < 1:
@@ -81,6 +88,8 @@ def _check_tensors(hidden: Tensor, weight: Tensor, target: Tensor, num_ranks: in
         raise ValueError(
             f"{OP}: got {shapes}; H of hidden and weight, N of hidden and target must agree{shard}"
         )
+    if hidden.shape[1] == 0:
+        raise ValueError(f"{OP}: got {shapes}; H must be at least 1")
     if hidden.dtype not in _DTYPES or weight.dtype != hidden.dtype:
         raise TypeError(
             f"{OP}: got hidden of {hidden.dtype} and weight of {weight.dtype}; both must be the same one of "
@@ -106,6 +115,10 @@ def _check_inputs(inputs: PolicyInputs, target: Tensor, is_sequence_level: bool)
             )
         if field.name == "cu_seqlens":
             continue
+        if tensor.requires_grad:
+            raise ValueError(
+                f"{OP}: inputs.{field.name} requires a gradient but is a constant here; detach it"
+            )
         if tensor.shape != target.shape:
             raise ValueError(
                 f"{OP}: inputs.{field.name} {tuple(tensor.shape)}, must be like target: {tuple(target.shape)}"
@@ -147,6 +160,11 @@ def _check_main_grad(weight: Tensor, main_grad: Tensor | None, loss_scale: float
             f"{OP}: main_grad {tuple(main_grad.shape)} of {main_grad.dtype} on {main_grad.device}, must be "
             f"{tuple(weight.shape)} of {dtype} on {weight.device}"
         )
+    if main_grad.requires_grad:
+        raise ValueError(
+            f"{OP}: main_grad requires a gradient; pass the buffer that holds the gradient of weight"
+        )
+    check_main_grad_memory(OP, main_grad, weight)
     if isinstance(loss_scale, Tensor):
         if loss_scale.ndim or loss_scale.device != weight.device:
             raise ValueError(

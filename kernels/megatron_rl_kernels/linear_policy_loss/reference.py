@@ -31,8 +31,13 @@ def linear_policy_loss_reference(
     logits = logits / (temperature[mask, None].to(dtype) if isinstance(temperature, Tensor) else temperature)
     logprobs = torch.log_softmax(logits, dim=1)
     zeros = torch.zeros(len(mask), dtype=dtype, device=hidden.device)
-    logprob = zeros.masked_scatter(mask, logprobs.gather(1, target[mask, None]).squeeze(1))
-    entropy = zeros.masked_scatter(mask, -(logprobs.exp() * logprobs).sum(dim=1))
+    column = target[mask, None]
+    is_real = (column >= 0) & (column < logprobs.shape[1])
+    chosen = logprobs.gather(1, column.clamp(0, logprobs.shape[1] - 1)).masked_fill(~is_real, float("nan"))
+    logprob = zeros.masked_scatter(mask, chosen.squeeze(1))
+    # p log p is 0 where p is 0
+    weighted = logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)
+    entropy = zeros.masked_scatter(mask, -weighted.sum(dim=1))
     inputs = inputs.map(lambda tensor: tensor if tensor.dtype == torch.bool else tensor.detach().to(dtype))
     result = policy_loss(
         logprob,
