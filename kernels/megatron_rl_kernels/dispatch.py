@@ -48,7 +48,9 @@ def _misfit(impl: Impl, device: torch.device) -> str | None:
         # heavy, and only this question needs it
         from megatron_rl_kernels.triton_tools import INTERPRETED
 
-        return None if INTERPRETED else f"needs CUDA tensors (or TRITON_INTERPRET=1), got {device.type}"
+        # the interpreter reads host memory
+        runs = INTERPRETED and device.type == "cpu"
+        return None if runs else f"needs CUDA tensors (or TRITON_INTERPRET=1), got {device.type}"
     if impl == "cuda" and device.type != "cuda":
         return f"needs CUDA tensors, got {device.type}"
     if impl == "host" and device.type != "cpu":

@@ -143,3 +143,8 @@ def test_the_kernel_keeps_x_alone_for_backward():
 def test_arguments_that_do_not_fit_are_named(x, options, error, words):
     with pytest.raises(error, match=words):
         swiglu(x, **options)
+
+
+def test_interpreter_takes_tensors_of_the_cpu_alone():
+    with pytest.raises(ValueError, match="swiglu: impl = 'triton' needs CUDA tensors"):
+        swiglu(torch.ones(2, 4, device="meta"), impl="triton")
