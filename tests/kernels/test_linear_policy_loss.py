@@ -498,3 +498,24 @@ def test_constants_with_a_gradient_or_on_another_device_are_named():
             linear_policy_loss(*args, batch.inputs, PPO, main_grad=main_grad)
     with pytest.raises(ValueError, match="H must be at least 1"):
         linear_policy_loss(batch.hidden[:, :0], batch.weight[:, :0], batch.target, batch.inputs, PPO)
+
+
+@pytest.mark.parametrize("impl", ["reference", "portable"])
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
+def test_unusable_temperature_of_a_trained_token_gives_a_loss_of_nan(bad, impl):
+    batch = make_batch(5, 20)
+    temperature = torch.ones(5)
+    temperature[batch.inputs.mask.nonzero()[0]] = bad
+    out = linear_policy_loss(
+        batch.hidden, batch.weight, batch.target, batch.inputs, PPO, temperature=temperature, impl=impl
+    )
+    assert math.isnan(out.loss.item()) and int(out.logprob.isnan().sum()) == 1
+
+
+def test_chunks_that_are_no_whole_number_are_named():
+    batch = make_batch(5, 20)
+    with pytest.raises(TypeError, match=r"linear_policy_loss: chunk_tokens = 1\.5"):
+        linear_policy_loss(batch.hidden, batch.weight, batch.target, batch.inputs, PPO, chunk_tokens=1.5)
+    for name in ("chunk_tokens", "chunk_vocab"):
+        with pytest.raises(TypeError, match=rf"linear_logprob: {name} = 1\.5"):
+            linear_logprob(batch.hidden, batch.weight, batch.target, **{name: 1.5})

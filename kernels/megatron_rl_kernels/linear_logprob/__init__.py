@@ -124,6 +124,8 @@ def _chunks(
         ("chunk_tokens", tokens, chunk_tokens),
         ("chunk_vocab", columns, chunk_vocab),
     ):
+        if not isinstance(value, int):
+            raise TypeError(f"linear_logprob: {name} = {given!r}, must be an int, or None for the default")
         if value < 1 or given == 0:
             raise ValueError(f"linear_logprob: {name} = {given}, must be at least 1")
     return tokens, columns

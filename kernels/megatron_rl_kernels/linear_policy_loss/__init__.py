@@ -48,9 +48,9 @@ def linear_policy_loss(
 
     hidden [N, H]; weight [V_local, H] of the same dtype: rows vocab_start .. vocab_start + V_local of the head;
     target [N] int64 global token ids, anything where masked (a trained one that no shard owns gives a NaN loss).
-    temperature: a number, or [N] float32. `valid_vocab`: global number of real rows; those beyond are padding,
-    take no part and get zero gradient, whatever they hold. None: all are real. Values are float32 (float64 for
-    float64 inputs); gradients are summed in float32 and rounded once.
+    temperature: a number, or [N] float32 (one that is not finite and above 0 gives NaN). `valid_vocab`: global number
+    of real rows; those beyond are padding, take no part and get zero gradient, whatever they hold. None: all are real.
+    Values are float32 (float64 for float64 inputs); gradients are summed in float32 and rounded once.
 
     Masked tokens are dropped before the first product: exact zeros in the gradient of `hidden`, 0 in `logprob` and
     `entropy`; their rows may hold inf. Counting the others is where the host waits for the device, once; gspo and
@@ -85,6 +85,10 @@ def linear_policy_loss(
         is_sequence_level=config.is_sequence_level,
     )
     num_rows = real_rows(weight, vocab_start, valid_vocab, group)
+    if isinstance(temperature, Tensor):
+        # reading the values would stop the device: NaN marks the tokens instead
+        usable = torch.isfinite(temperature) & (temperature > 0)
+        temperature = torch.where(usable, temperature, float("nan"))
     chosen = choose_impl("linear_policy_loss", impl, device=hidden.device, offered=_OFFERED)
     if chosen == "reference":
         check_reference(vocab_start=vocab_start, group=group, main_grad=main_grad)

@@ -48,6 +48,8 @@ def check_arguments(
             raise ValueError(f"{OP}: temperature requires a gradient but is a constant here; detach it")
     elif not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"{OP}: temperature = {temperature}, must be finite and above 0")
+    if chunk_tokens is not None and not isinstance(chunk_tokens, int):
+        raise TypeError(f"{OP}: chunk_tokens = {chunk_tokens!r}, must be an int, or None for the default")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"{OP}: chunk_tokens = {chunk_tokens}, must be at least 1, or None for the default")
     _check_main_grad(weight, main_grad, loss_scale)
