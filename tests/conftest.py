@@ -5,6 +5,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 import triton
 
-# processes that tests start must decide for themselves
+# processes that tests start decide for themselves
 del os.environ["TRITON_INTERPRET"]
+triton.knobs.propagate_env = False
 triton.knobs.runtime.interpret = True

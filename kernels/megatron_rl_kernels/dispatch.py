@@ -30,6 +30,8 @@ def choose_impl(op: str, impl: Impl | None, *, device: torch.device, offered: Se
     """
     if impl is None:
         chosen: Impl = "triton" if device.type == "cuda" and "triton" in offered else "portable"
+        if problem := _misfit(chosen, device):
+            raise ValueError(f"{op}: impl = {chosen!r}, the one for {device.type} tensors, {problem}")
         _say(op, chosen, f"the one for {device.type} tensors")
         return chosen
     if impl not in offered:
@@ -53,6 +55,10 @@ def _misfit(impl: Impl, device: torch.device) -> str | None:
         return None if runs else f"needs CUDA tensors (or TRITON_INTERPRET=1), got {device.type}"
     if impl == "cuda" and device.type != "cuda":
         return f"needs CUDA tensors, got {device.type}"
+    if impl == "triton" and torch.cuda.is_initialized() and device.index != torch.cuda.current_device():
+        # Triton launches on the current device, whatever its arguments live on
+        current = torch.cuda.current_device()
+        return f"needs tensors of the current device, cuda:{current}, got {device}: call torch.cuda.set_device"
     if impl == "host" and device.type != "cpu":
         return f"needs CPU tensors, got {device.type}"
     return None

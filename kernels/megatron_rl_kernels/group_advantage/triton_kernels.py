@@ -94,9 +94,12 @@ def batch_std_kernel(
 
 @triton.jit
 def _position(order_ptr, sorted_position, inside):
-    if order_ptr is None:
-        return sorted_position
-    return tl.load(order_ptr + sorted_position, mask=inside, other=0)
+    # one return: compiled functions may not return early
+    if order_ptr is None:  # noqa: SIM108
+        position = sorted_position
+    else:
+        position = tl.load(order_ptr + sorted_position, mask=inside, other=0)
+    return position
 
 
 @triton.jit
