@@ -39,7 +39,7 @@ FAULTS = [
     (reference, "if not is_equal:", "if True:", EQUAL, ("std", 1e-6, 0.1)),
     (triton_kernels, "total += tl.where(inside, reward - first, 0.0)", "total += reward - first", HAND, UNBIASED),
     (triton_kernels, "reward - first", "reward", OFFSET, ("mean",)),
-    (triton_kernels, "return tl.load(order_ptr", "return 0 * tl.load(order_ptr", SHUFFLED, ("mean", False)),
+    (triton_kernels, "position = tl.load(order_ptr", "position = 0 * tl.load(order_ptr", SHUFFLED, ("mean", False)),
     (triton_kernels, "if UNBIASED:", "if not UNBIASED:", TRAINER, STD),
     (triton_kernels, "count / tl.where(count > 1, count - 1, 1.0)", "count / (count - 1)", SINGLE, ("leave_one_out",)),
 ]  # fmt: skip
