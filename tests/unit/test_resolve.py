@@ -137,8 +137,9 @@ CASES = [
     (["layout.first_stage_layers=1"], 1, "layout.first_stage_layers", "got 1 with pp=1; one stage holds all layers"),
     (["layout.pp=2", "layout.first_stage_layers=1", "layout.last_stage_layers=2"], 2, "layout.first_stage_layers",
      "does not split the model's 4 layers into stages that are multiples of vpp; "
-     "use first = 1 and last = 3 or first = 2 and last = 2"),
-    (["layout.pp=2", "layout.last_stage_layers=4"], 2, "layout.last_stage_layers", "use last = 3 or last = 2"),
+     "use first_stage_layers = 1 and last_stage_layers = 3 or first_stage_layers = 2 and last_stage_layers = 2"),
+    (["layout.pp=2", "layout.last_stage_layers=4"], 2, "layout.last_stage_layers",
+     "use last_stage_layers = 3 or last_stage_layers = 2"),
     (["layout.ep=2"], 2, "layout.ep", "got 2, but the model has no experts; set it to 1"),
     (["layout.etp=1"], 1, "layout.etp", "got 1, but the model has no experts; set it to null"),
     (["stages.1.engine.tp=3"], 1, "stages.1.engine.tp", "does not divide the model's 4 attention heads"),
