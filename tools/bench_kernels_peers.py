@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from bench_kernels_cases import Contender, Outputs, Tensors
 from torch.nn import functional
 
-# how torch's own chunks its tokens: its default follows the shape and can be a handful of rows
+# tokens that torch's own is best at; its default follows the shape and can be a handful
 TORCH_CHUNK = 1024
 
 
@@ -29,12 +30,12 @@ def available(
     return found, missing
 
 
-def torch_linear_cross_entropy() -> Contender:
-    """Its output has the dtype of its inputs."""
+def torch_linear_cross_entropy(chunk: int | None = None) -> Contender:
+    """Its output has the dtype of its inputs. `chunk`: tokens at a time, None: its own choice."""
     call, options = functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions
 
     def run(t: Tensors) -> Outputs:
-        chosen = options(batch_chunk_size=TORCH_CHUNK)
+        chosen = options() if chunk is None else options(batch_chunk_size=chunk)
         loss = call(t["hidden"], t["weight"], t["target"], reduction="none", options=chosen)
         return {"logprob": -loss.float()}
 
@@ -101,6 +102,7 @@ def liger_swiglu() -> Contender:
 
 HEAD_PEERS = {
     "torch linear_cross_entropy": torch_linear_cross_entropy,
+    f"torch linear_cross_entropy, {TORCH_CHUNK} tokens": partial(torch_linear_cross_entropy, TORCH_CHUNK),
     "Liger-Kernel": liger_linear_cross_entropy,
     "cut-cross-entropy": cut_cross_entropy,
     "linear + TRL selective_log_softmax": trl_after_linear,
