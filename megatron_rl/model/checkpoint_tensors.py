@@ -67,6 +67,7 @@ def write_sharded(prepared: Prepared, directory: Path, group: dist.ProcessGroup)
             process_group=group,
         )
     except CheckpointException as error:
+        _raise_interrupt(error)
         # torch hides the operating system's reason behind a position in its archive
         raise CheckpointError(f"{directory}: {_first_failure(error)}; is the disk full?") from error
 
@@ -94,6 +95,7 @@ def read_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
         _check_names(state, directory)
         return dict(dist_checkpointing.load(state, str(directory)))
     except CheckpointException as error:
+        _raise_interrupt(error)
         raise CheckpointError(f"{directory}: {_first_failure(error)}") from error
     except _UNREADABLE as error:
         raise CheckpointError(f"{directory}: cannot be read: {error}") from error
@@ -118,6 +120,12 @@ def _check_names(state: dict[str, Any], directory: Path) -> None:
 
 def _name(shard: Any) -> str:
     return str(shard.unique_key if isinstance(shard, ShardedObject) else shard.key)
+
+
+def _raise_interrupt(error: CheckpointException) -> None:
+    """Ctrl-C, which torch took for a failure of the rank that it reached, is one for all of them."""
+    if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
+        raise KeyboardInterrupt from error
 
 
 def _first_failure(error: CheckpointException) -> str:

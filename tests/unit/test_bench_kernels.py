@@ -176,7 +176,8 @@ def test_memory_on_a_cpu_is_what_a_lap_adds_at_its_peak(tools):
 
     case = doubled(tools, run=run)
     found = tools["timing"].CpuClock().lap(case, case.contenders["portable"])
-    assert size <= found.forward_bytes < 1.5 * size
+    # pages that the process had to spare are not new
+    assert 0.95 * size <= found.forward_bytes < 1.5 * size
     plain = tools["timing"].CpuClock().lap(case, case.contenders["torch eager"])
     assert plain.forward_bytes < size / 4
 
