@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_kernels.dispatch import Impl, choose_impl
+from megatron_rl_kernels.head_checks import check_main_grad_memory, real_rows
 from megatron_rl_kernels.linear_logprob.autograd import Engine, Head, LinearLogprobFunction, stats_dtype
 from megatron_rl_kernels.linear_logprob.portable import PortableEngine
 from megatron_rl_kernels.linear_logprob.reference import LinearLogprob, linear_logprob_reference
-from megatron_rl_kernels.linear_logprob.stats import check_main_grad_memory
 
 __all__ = ["LinearLogprob", "linear_logprob", "linear_logprob_reference"]
 
@@ -64,12 +64,7 @@ def linear_logprob(
     _check_tensors(hidden, weight, target)
     _check_tokens(hidden, target, temperature, group if sequence_parallel else None)
     _check_main_grad(main_grad, weight)
-    num_rows = _real_rows(weight, vocab_start, valid_vocab)
-    if num_rows == 0 and group is None:
-        raise ValueError(
-            f"linear_logprob: weight {tuple(weight.shape)} has no real row at vocab_start = {vocab_start}, "
-            f"valid_vocab = {valid_vocab}; only one shard of several may be all padding: pass group"
-        )
+    num_rows = real_rows("linear_logprob", weight, vocab_start, valid_vocab, group)
     chosen = choose_impl("linear_logprob", impl, device=hidden.device, offered=_OFFERED)
     if chosen == "reference":
         return linear_logprob_reference(
@@ -202,14 +197,3 @@ def _inverse(temperature: float | Tensor, dtype: torch.dtype) -> float | Tensor:
     # reading the values would stop the device: NaN marks the tokens instead
     usable = torch.isfinite(temperature) & (temperature > 0)
     return torch.where(usable, temperature, float("nan")).to(dtype).reciprocal()
-
-
-def _real_rows(weight: Tensor, vocab_start: int, valid_vocab: int | None) -> int:
-    """How many rows of this shard, from its first on, are not padding."""
-    if vocab_start < 0 or (valid_vocab is not None and valid_vocab < 1):
-        raise ValueError(
-            f"linear_logprob: vocab_start = {vocab_start} must be at least 0, "
-            f"valid_vocab = {valid_vocab} at least 1"
-        )
-    rows = weight.shape[0]
-    return rows if valid_vocab is None else min(rows, max(valid_vocab - vocab_start, 0))

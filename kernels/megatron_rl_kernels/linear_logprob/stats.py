@@ -92,17 +92,3 @@ def _rescaled(stats: Tensor, top: Tensor) -> Tensor:
     scale = shift.exp()
     moved_target = torch.where(owners > 0, at_target + shift, 0.0)
     return torch.stack((scale * sum_exp, scale * (moment + shift * sum_exp), moved_target, owners), dim=-2)
-
-
-def check_main_grad_memory(op: str, main_grad: Tensor, weight: Tensor) -> None:
-    """Raise ValueError for a buffer whose elements share memory, with each other or with the head itself."""
-    shared = any(
-        size > 1 and stride == 0 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)
-    )
-    if shared:
-        raise ValueError(
-            f"{op}: main_grad {tuple(main_grad.shape)} of stride {main_grad.stride()} is expanded: its elements share "
-            "memory and cannot be added to; pass a buffer with memory for each"
-        )
-    if main_grad.numel() and main_grad.device.type != "meta" and main_grad.data_ptr() == weight.data_ptr():
-        raise ValueError(f"{op}: main_grad is the memory of weight; pass a buffer of its own")

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_kernels.dispatch import Impl, choose_impl
+from megatron_rl_kernels.head_checks import real_rows
 from megatron_rl_kernels.linear_policy_loss.autograd import LinearPolicyLossFunction
-from megatron_rl_kernels.linear_policy_loss.checks import check_arguments, check_reference, real_rows
+from megatron_rl_kernels.linear_policy_loss.checks import OP, check_arguments, check_reference
 from megatron_rl_kernels.linear_policy_loss.portable import PortableHead, default_chunk_tokens
 from megatron_rl_kernels.linear_policy_loss.reference import linear_policy_loss_reference
 from megatron_rl_kernels.linear_policy_loss.run import Call, ChunkHead
@@ -84,7 +85,7 @@ def linear_policy_loss(
         chunk_tokens=chunk_tokens,
         is_sequence_level=config.is_sequence_level,
     )
-    num_rows = real_rows(weight, vocab_start, valid_vocab, group)
+    num_rows = real_rows(OP, weight, vocab_start, valid_vocab, group)
     if isinstance(temperature, Tensor):
         # reading the values would stop the device: NaN marks the tokens instead
         usable = torch.isfinite(temperature) & (temperature > 0)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_kernels.linear_logprob.stats import check_main_grad_memory
+from megatron_rl_kernels.head_checks import check_main_grad_memory
 from megatron_rl_kernels.linear_policy_loss.types import PolicyInputs
 
 OP = "linear_policy_loss"
@@ -53,24 +53,6 @@ def check_arguments(
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"{OP}: chunk_tokens = {chunk_tokens}, must be at least 1, or None for the default")
     _check_main_grad(weight, main_grad, loss_scale)
-
-
-def real_rows(
-    weight: Tensor, vocab_start: int, valid_vocab: int | None, group: dist.ProcessGroup | None
-) -> int:
-    """How many rows of this shard, from its first on, are not padding."""
-    if vocab_start < 0 or (valid_vocab is not None and valid_vocab < 1):
-        raise ValueError(
-            f"{OP}: vocab_start = {vocab_start} must be at least 0, valid_vocab = {valid_vocab} at least 1"
-        )
-    rows = weight.shape[0]
-    num_rows = rows if valid_vocab is None else min(rows, max(valid_vocab - vocab_start, 0))
-    if num_rows == 0 and group is None:
-        raise ValueError(
-            f"{OP}: weight {tuple(weight.shape)} has no real row at vocab_start = {vocab_start}, valid_vocab = "
-            f"{valid_vocab}; only one shard of several may be all padding: pass group"
-        )
-    return num_rows
 
 
 def check_reference(*, vocab_start: int, group: dist.ProcessGroup | None, main_grad: Tensor | None) -> None:
