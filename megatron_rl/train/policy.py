@@ -38,6 +38,7 @@ from megatron_rl.recipe.schema import ModelConfig
 from megatron_rl.recipe.stages import OptimizerConfig, ScheduleConfig
 from megatron_rl.train.head import Head
 from megatron_rl.train.optimizer import StageOptimizer, StepStats
+from megatron_rl.train.replicas import NUM_CHECKED_STEPS, check_replicas
 
 # what the loss of one micro-batch is
 LossFunction = Callable[[PackedBatch], TokenLoss]
@@ -52,7 +53,7 @@ class Policy:
     """
 
     def __init__(self, config: ModelConfig, spec: ModelSpec, layout: ParallelLayout, *, rank: int) -> None:
-        self.spec, self.layout = spec, layout
+        self.spec, self.layout, self._rank = spec, layout, rank
         self.tp_rank, self.dp_rank, self.pp_rank = layout.coord(rank)
         self.dtype = DTYPES[config.dtype]
         self._device = platform.device()
@@ -64,6 +65,7 @@ class Policy:
         self._model_config.finalize_model_grads_func = _finalize_without_scaling
         self._head = self._build_head(config) if self.chunks[-1].post_process else None
         self._optimizer: StageOptimizer | None = None
+        self._num_steps_to_check = 0
 
     def _build_head(self, config: ModelConfig) -> Head:
         rows = padded_vocab(self.spec.vocab_size, self.layout.tp) // self.layout.tp
@@ -95,6 +97,7 @@ class Policy:
         self._optimizer = StageOptimizer(
             self.ddp_chunks, dtype=self.dtype, config=optimizer, schedule=schedule, total_steps=total_steps
         )
+        self._num_steps_to_check = NUM_CHECKED_STEPS
 
     @property
     def optimizer(self) -> StageOptimizer:
@@ -129,8 +132,18 @@ class Policy:
         return None if self._head is None else self._head.problem()
 
     def optimizer_step(self) -> StepStats:
-        """Clip, check, update. See StageOptimizer.step."""
-        return self.optimizer.step()
+        """Clip, check, update. See StageOptimizer.step.
+
+        The first steps of a stage and after a resume also compare what several ranks hold copies of, and raise
+        TrainingError on all of them where it differs.
+        """
+        stats = self.optimizer.step()
+        if self._num_steps_to_check:
+            self._num_steps_to_check -= 1
+            check_replicas(
+                self.chunks, self.spec, self.layout, rank=self._rank, step=self.optimizer.num_steps
+            )
+        return stats
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch], *, temperature: float = 1.0) -> list[Tensor]:

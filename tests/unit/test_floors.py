@@ -41,6 +41,7 @@ FLOORS = {
     "megatron_rl.train.head": 3,
     "megatron_rl.train.optimizer": 3,
     "megatron_rl.train.policy": 3,
+    "megatron_rl.train.replicas": 3,
     "megatron_rl.train.metrics": 3,
     "megatron_rl.train": 4,
     "megatron_rl.cli": 5,
