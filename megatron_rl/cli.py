@@ -21,6 +21,7 @@ from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
 from megatron_rl.recipe.summary import summary_data, summary_table
 from megatron_rl.train import launcher
+from megatron_rl.train.phases import PhaseFile
 from megatron_rl.train.run_dir import LOGS, choose_run_dir, make_run_dir
 
 LOST_PEER, USER_ERROR, INTERRUPTED = 1, 2, 130
@@ -89,13 +90,14 @@ def _train(args: argparse.Namespace) -> int:
         command += ["--resume"] * args.resume + args.overrides
         return launcher.launch_local(command, nproc=world_size, log_dir=run_dir / LOGS)
     launcher.enter_rank()
+    phases = PhaseFile(run_dir, rank.rank if rank else 0)
 
     from megatron_rl.platform.quiet import silence_library_warnings
 
     silence_library_warnings()
     from megatron_rl.train.run import run_training
 
-    run_training(loaded, run_dir=run_dir, resume=args.resume)
+    run_training(loaded, run_dir=run_dir, resume=args.resume, phases=phases)
     return 0
 
 

@@ -16,8 +16,10 @@ from megatron_rl.parallel.collectives import broadcast_object
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import Stage
+from megatron_rl.train.metrics import Meter
+from megatron_rl.train.phases import PhaseFile
 from megatron_rl.train.policy import Policy
-from megatron_rl.train.progress import Progress
+from megatron_rl.train.progress import Progress, stage_label
 from megatron_rl.train.reporter import Reporter
 
 T = TypeVar("T")
@@ -36,6 +38,7 @@ class RunContext:
     tokenizer: Tokenizer
     reporter: Reporter
     checkpoints: CheckpointStore
+    phases: PhaseFile
     host: str  # the driving rank's address, as other ranks and engine workers reach it
     driver_group: dist.ProcessGroup | None
     resumed_from: SavedState | None = None
@@ -54,13 +57,20 @@ class RunContext:
 
     def start_stage(self, stage: Stage, progress: Progress, *, total_steps: int) -> None:
         """A fresh optimizer of `total_steps` steps; the saved one where the run resumes inside the stage."""
+        self.phases.begin_step(stage_label(self.recipe.stages, progress.stage), progress.step, "load")
         self.policy.start_stage(stage.optimizer, stage.schedule, total_steps=total_steps)
         if progress.step and self.resumed_from is not None:
             self.checkpoints.load_optimizer(self.policy, self.resumed_from)
+
+    def begin_step(self, progress: Progress, step: int, *, phase: str) -> Meter:
+        """The meter of step `step` (the first is 1) of the stage; its spans are phases of this rank."""
+        self.phases.begin_step(stage_label(self.recipe.stages, progress.stage), step, phase)
+        return Meter(entering=self.phases.enter)
 
     def finish_step(self, progress: Progress, metrics: Mapping[str, float], *, total: int) -> None:
         """Record a step, and save a checkpoint when one is due (always after the last step of a stage)."""
         self.reporter.step(progress, metrics)
         config = self.recipe.checkpoint
         if config and (progress.step % config.every_steps == 0 or progress.step == total):
+            self.phases.enter("save")
             self.checkpoints.save(self.policy, progress.to_dict())

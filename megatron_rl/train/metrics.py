@@ -46,10 +46,18 @@ def _reduce(metrics: Sequence[Metric]) -> float | None:
 
 
 class Meter:
-    """Wall-clock seconds of one step by named span. Spans do not nest: they are shares of the whole."""
+    """Wall-clock seconds of one step by named span. Spans do not nest: they are shares of the whole.
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    `entering` is told the name of each span as it opens.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        entering: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._clock, self._entering = clock, entering
         self._started = clock()
         self._seconds: dict[str, float] = {}
         self._open: str | None = None
@@ -60,6 +68,7 @@ class Meter:
         if self._open is not None:
             raise TrainingError(f"meter: span {name!r} opened inside {self._open!r}; spans do not nest")
         self._open = name
+        self._entering(name)
         started = self._clock()
         try:
             yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.train.context import RunContext
-from megatron_rl.train.metrics import Meter
 from megatron_rl.train.progress import Progress
 from megatron_rl.train.rl_data import RlData
 from megatron_rl.train.rl_metrics import iteration_metrics, num_tokens
@@ -21,10 +20,11 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
     """
     policy, temperature = run.policy, stage.sampling.temperature
     run.start_stage(stage, progress, total_steps=stage.iterations * stage.updates_per_rollout)
+    run.phases.enter("engines")
     with RlSession(stage, data, progress, run) as session:
         run.reporter.start_stage(progress)
         for iteration in range(progress.step, stage.iterations):
-            meter = Meter()
+            meter = run.begin_step(progress, iteration + 1, phase="generate")
 
             groups = session.collect(iteration, meter)
             kept = informative_groups(groups, drop_zero_advantage=stage.algorithm.drop_zero_advantage)

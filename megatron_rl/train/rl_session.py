@@ -51,6 +51,8 @@ class RlSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None:
+            self._run.phases.enter("stop")
         self._closing.close()
 
     def _start(self, opening: ExitStack) -> None:
@@ -115,6 +117,7 @@ class RlSession:
         version = self._run.policy.optimizer.num_steps
         if version == self._weight_version:
             return {}  # no group of the iteration taught anything
+        self._run.phases.enter("sync")
         transfer = self._sync.push(version)
         verdict = self._parity.check(version)
         self._run.reporter.transfer(progress, transfer, verdict)
@@ -166,7 +169,10 @@ class RlSession:
 
     def _evaluate(self, iteration: int) -> list[EvalResult]:
         config = self._stage.eval
-        if config is None or self._data is None:
+        if config is None:
+            return []
+        self._run.phases.enter("eval")
+        if self._data is None:
             return []
         return evaluate(
             self._collector,

@@ -24,6 +24,7 @@ from megatron_rl.recipe.stages import SftStage
 from megatron_rl.rollout.replicas import check_hosts
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.launcher import RankEnvironment, free_port, rank_environment
+from megatron_rl.train.phases import PhaseFile
 from megatron_rl.train.policy import Policy
 from megatron_rl.train.progress import Progress, stage_label, stage_length
 from megatron_rl.train.reporter import Reporter
@@ -32,7 +33,7 @@ from megatron_rl.train.rl_data import RlData, load_rl_data
 from megatron_rl.train.sft import run_sft
 
 
-def run_training(loaded: LoadedRecipe, *, run_dir: Path, resume: bool) -> None:
+def run_training(loaded: LoadedRecipe, *, run_dir: Path, resume: bool, phases: PhaseFile) -> None:
     """Run all stages of the recipe on this rank; every rank of the run calls it."""
     recipe = loaded.recipe
     place = rank_environment() or RankEnvironment(rank=0, local_rank=0, world_size=1)
@@ -50,11 +51,14 @@ def run_training(loaded: LoadedRecipe, *, run_dir: Path, resume: bool) -> None:
     ) as reporter:
         reporter.say(f"run directory: {run_dir}")
         layout = _set_up_process(recipe, place)
-        run = _open_run(recipe, run_dir, place, layout, reporter, checkpoints, saved)
+        phases.enter("load")
+        run = _open_run(recipe, run_dir, place, layout, reporter, checkpoints, saved, phases)
         if resume and saved is None:
             reporter.say(f"no checkpoint in {run_dir}: starting from the beginning")
         _run_stages(progress, run)
+        phases.enter("export")
         _export(run)
+        phases.enter("stop")
         reporter.finish()
     destroy_process_groups()
 
@@ -67,6 +71,7 @@ def _run_stages(progress: Progress, run: RunContext) -> None:
         for index in range(progress.stage, len(stages))
         if not (index == progress.stage and progress.step == stage_length(stages[index]))
     ]
+    run.phases.enter("data")
     data = {index: _load_data(index, run) for index in remaining}
     for index in remaining:
         start = progress if index == progress.stage else Progress(stage=index)
@@ -141,6 +146,7 @@ def _open_run(
     reporter: Reporter,
     checkpoints: CheckpointStore,
     saved: SavedState | None,
+    phases: PhaseFile,
 ) -> RunContext:
     spec = ModelSpec.from_hf(recipe.model.hf_path)
     tokenizer = load_tokenizer(recipe.model.hf_path)
@@ -163,6 +169,7 @@ def _open_run(
         tokenizer=tokenizer,
         reporter=reporter,
         checkpoints=checkpoints,
+        phases=phases,
         host=_master_addr(),
         driver_group=new_driver_group(),
         resumed_from=saved,

@@ -10,7 +10,7 @@ from megatron_rl.data.sft_data import SftData
 from megatron_rl.recipe.stages import SftStage
 from megatron_rl.train.batches import local_batches
 from megatron_rl.train.context import RunContext
-from megatron_rl.train.metrics import Meter, merge
+from megatron_rl.train.metrics import merge
 from megatron_rl.train.progress import Progress
 
 
@@ -23,7 +23,7 @@ def run_sft(stage: SftStage, data: SftData, progress: Progress, run: RunContext)
     run.start_stage(stage, progress, total_steps=stage.steps)
     run.reporter.start_stage(progress)
     for step in range(progress.step, stage.steps):
-        meter = Meter()
+        meter = run.begin_step(progress, step + 1, phase="train")
         samples = data.batch(step, stage.global_batch_size)
         batches = local_batches(
             samples, run.layout, dp_rank=policy.dp_rank, tokens_per_microbatch=stage.tokens_per_microbatch

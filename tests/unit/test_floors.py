@@ -90,6 +90,7 @@ WITHOUT_TORCH = [
     "megatron_rl.reshard.segments",
     "megatron_rl.reshard.tables",
     "megatron_rl.train.launcher",
+    "megatron_rl.train.phases",
     "megatron_rl.train.run_dir",
     "megatron_rl.cli",
     "megatron_rl.__main__",
