@@ -39,7 +39,9 @@ class LayoutConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     seed: NonNegativeInt = 1
-    deterministic: Bool = False
+    # the same bits from the same recipe, layout and machine: torch's deterministic algorithms, fixed workspaces of
+    # cuBLAS, no sums inside the network (GPU settings are untested); slower there. null: on without an accelerator
+    deterministic: Bool | None = None
     torch_threads: PositiveInt = 1  # CPU threads per process
     collective_timeout_s: PositiveFloat = 600.0
 

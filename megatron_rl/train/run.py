@@ -17,6 +17,7 @@ from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups, new_driver_group
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
+from megatron_rl.platform.determinism import is_deterministic, make_deterministic
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.resolve import run_layout
 from megatron_rl.recipe.schema import Recipe
@@ -71,6 +72,8 @@ def _run_stages(progress: Progress, run: RunContext) -> None:
         for index in range(progress.stage, len(stages))
         if not (index == progress.stage and progress.step == stage_length(stages[index]))
     ]
+    if not remaining:
+        run.reporter.say("nothing is left to train: every step of every stage is done; writing the model again")
     run.phases.enter("data")
     data = {index: _load_data(index, run) for index in remaining}
     for index in remaining:
@@ -119,10 +122,8 @@ def _export(run: RunContext) -> None:
 
 def _set_up_process(recipe: Recipe, place: RankEnvironment) -> ParallelLayout:
     torch.set_num_threads(recipe.run.torch_threads)
-    if recipe.run.deterministic:
-        # cuBLAS is deterministic only with a workspace of fixed size, chosen before CUDA starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    if is_deterministic(recipe.run.deterministic):
+        make_deterministic(os.environ)
     if device.has_accelerator():
         torch.cuda.set_device(place.local_rank)
     layout = run_layout(recipe.layout, world_size=place.world_size)

@@ -49,13 +49,18 @@ def informative_groups(groups: Sequence[RolloutGroup], *, drop_zero_advantage: b
 def plan_updates(
     groups: Sequence[RolloutGroup], stage: RlStage, layout: ParallelLayout, *, dp_rank: int
 ) -> list[Update]:
-    """Advantages over whole groups first, then the cut into optimizer steps, ranks and micro-batches."""
+    """Advantages over whole groups first, then the cut into optimizer steps, ranks and micro-batches.
+
+    A step in which no token is trained on is not taken: it would divide by zero, and moments alone would move weights.
+    """
     advantages_of = ADVANTAGES[stage.algorithm.advantage]
     updates = []
     per_update = stage.prompts_per_iteration // stage.updates_per_rollout
     for part in split_updates(groups, groups_per_update=per_update):
         advantages = [advantages_of([rollout.reward.score for rollout in group.rollouts]) for group in part]
         samples = rollout_samples(part, advantages)
+        if not any(sample.num_trained_tokens for sample in samples):
+            continue
         batches = local_batches(
             samples, layout, dp_rank=dp_rank, tokens_per_microbatch=stage.tokens_per_microbatch
         )

@@ -118,6 +118,11 @@ def test_each_problem_says_where_what_and_what_is_allowed(tmp_path, old, new, pa
     assert problems(tmp_path, edit(old, new)) == {path: message}
 
 
+def test_there_is_no_context_parallelism_to_ask_for(tmp_path):
+    (found,) = problems(tmp_path, edit("sp: false}", "sp: false, cp: 2}")).items()
+    assert found[0] == "layout.cp (line 3)" and found[1].startswith("unknown key")
+
+
 def test_duplicate_keys_are_refused_with_both_lines():
     with pytest.raises(RecipeError) as caught:
         parse_document("a: 1\nb:\n  c: 1\n  c: 2\na: 3\n", source="r.yaml")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 
 from megatron_rl.data.types import Verdict
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.recipe.stages import OptimizerConfig, RlStage, SamplingConfig
 from megatron_rl.train.batches import local_batches, rollout_samples, split_updates
 from megatron_rl.train.rl_metrics import num_tokens, rollout_metrics
-from megatron_rl.train.updates import informative_groups
+from megatron_rl.train.updates import informative_groups, plan_updates
 from tests.helpers.rollouts import group
 
 C, W = Verdict.CORRECT, Verdict.WRONG
@@ -20,6 +22,16 @@ def test_groups_whose_verdicts_agree_are_dropped_only_on_request() -> None:
     groups = [group("all right", [C, C]), group("mixed", [C, W]), group("all wrong", [W, Verdict.NO_ANSWER])]
     assert [g.prompt.id for g in informative_groups(groups, drop_zero_advantage=True)] == ["mixed"]
     assert len(informative_groups(groups, drop_zero_advantage=False)) == 3
+
+
+def test_wrong_answers_of_different_rewards_teach_nothing() -> None:
+    """A reward for form or length must not tell wrong answers apart."""
+    plain = group("all wrong", [W, W, Verdict.NO_ANSWER])
+    shaped = [
+        replace(rollout, reward=replace(rollout.reward, score=0.1 * index))
+        for index, rollout in enumerate(plain.rollouts)
+    ]
+    assert informative_groups([replace(plain, rollouts=shaped)], drop_zero_advantage=True) == []
 
 
 @pytest.mark.parametrize("failed", [Verdict.ERROR, Verdict.BAD_GOLD])
@@ -91,3 +103,15 @@ def test_rollout_metrics_count_every_rollout_before_groups_are_dropped() -> None
     assert metrics["rollout/truncated_frac"] == 0
     assert metrics["rollout/weight_version"] == 7
     assert num_tokens(groups) == 6 * 5
+
+
+def test_an_update_that_trains_on_nothing_is_not_taken() -> None:
+    stage = RlStage(
+        kind="rl", prompts="p.jsonl", rewards={"math_answer": 1.0}, iterations=1, prompts_per_iteration=2,
+        group_size=2, updates_per_rollout=2, tokens_per_microbatch=64,
+        sampling=SamplingConfig(max_prompt_tokens=8, max_response_tokens=8), optimizer=OptimizerConfig(lr=1e-3),
+    )  # fmt: skip
+    groups = [group("empty", [C, W], response_tokens=0), group("full", [C, W])]
+    (update,) = plan_updates(groups, stage, ParallelLayout(), dp_rank=0)
+    assert [sample.sample_id for sample in update.samples] == ["full/0", "full/1"]
+    assert plan_updates(groups[:1], stage, ParallelLayout(), dp_rank=0) == []
