@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.quickstart import prepare, train
+from tests.helpers.quickstart import ROOT, prepare, train
 
 NUM_SMALL_ROWS = 500
-_SFT_ALONE = """stages=[{
-    kind: sft, data: data/quickstart/sft.jsonl, steps: 60, global_batch_size: 64, tokens_per_microbatch: 4096,
-    max_sample_tokens: 256,
-    optimizer: {lr: 3.0e-3}, schedule: {kind: constant, warmup_steps: 10}
-}]"""
+BEGINNER = ROOT / "tests" / "golden" / "beginner.yaml"
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +27,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def beginner(place: Path) -> Path:
     """A model that knows the form of an answer and is seldom right, so that its rewards differ."""
-    done = train(place, place / "runs" / "beginner", _SFT_ALONE, "checkpoint=null")
+    done = train(place, place / "runs" / "beginner", recipe=BEGINNER)
     assert done.returncode == 0, done.stderr[-3000:]
     return place / "runs" / "beginner" / "model"

@@ -11,31 +11,12 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.helpers.checkpoints import load_tool
 from tests.helpers.processes import assert_nothing_is_left, ended, wait_for
-from tests.helpers.quickstart import lines, start, train
+from tests.helpers.quickstart import ROOT, lines, start, train
 
-SFT_STEPS, ITERATIONS = 6, 4
-SMALL = (
-    "stages.0.data=small/sft.jsonl",
-    "stages.1.prompts=small/train.jsonl",
-    f"stages.0.steps={SFT_STEPS}",
-    "stages.0.global_batch_size=16",
-    "stages.0.optimizer.lr=1e-4",
-    "stages.0.schedule={kind: cosine, warmup_steps: 2, min_lr: 1e-5}",
-    f"stages.1.iterations={ITERATIONS}",
-    "stages.1.prompts_per_iteration=8",
-    "stages.1.group_size=4",
-    "stages.1.updates_per_rollout=2",
-    # the window changes where the run is taken up again
-    "stages.1.curriculum=[{iterations: 2, difficulty: [2, 3]}, {iterations: 2, difficulty: [3, 5]}]",
-    # every group trains, so that every iteration changes the weights
-    "stages.1.rewards={math_answer: 1.0, format: 0.1}",
-    "stages.1.algorithm.drop_zero_advantage=false",
-    "stages.1.optimizer.lr=1e-4",
-    "stages.1.schedule={kind: linear, warmup_steps: 2}",
-    "stages.1.eval=null",
-    "checkpoint={every_steps: 2, keep: 2}",
-)
+SFT_STEPS, ITERATIONS = 12, 8
+GOLDEN = ROOT / "tests" / "golden" / "recipe.yaml"
 KILLED_AFTER = SFT_STEPS + 3  # one iteration beyond a checkpoint
 # wall time is all that may differ
 _CLOCK = ("time_s", "sync/transfer_s", "sync/parity_s", "throughput/tokens_per_s")
@@ -45,7 +26,7 @@ _CLOCK = ("time_s", "sync/transfer_s", "sync/parity_s", "throughput/tokens_per_s
 def straight(place: Path, beginner: Path) -> Path:
     """The run directory of the run that nothing happened to."""
     run_dir = place / "runs" / "straight"
-    done = train(place, run_dir, *SMALL, f"model.hf_path={beginner}")
+    done = train(place, run_dir, f"model.hf_path={beginner}", recipe=GOLDEN)
     assert done.returncode == 0, done.stderr[-3000:]
     return run_dir
 
@@ -54,7 +35,7 @@ def straight(place: Path, beginner: Path) -> Path:
 def resumed(place: Path, beginner: Path) -> Path:
     """The same run, killed with all its processes in the middle of RL, then continued."""
     run_dir, model = place / "runs" / "resumed", f"model.hf_path={beginner}"
-    process = start(place, run_dir, *SMALL, model)
+    process = start(place, run_dir, model, recipe=GOLDEN)
     try:
         wait_for(lambda: process.poll() is not None or num_steps(run_dir) >= KILLED_AFTER, "the third iteration")
         os.killpg(process.pid, signal.SIGKILL)
@@ -62,7 +43,7 @@ def resumed(place: Path, beginner: Path) -> Path:
         code, _, errors = ended(process)
     assert code == -signal.SIGKILL, errors[-3000:]
     assert (run_dir / "rollouts" / "iter_000003.jsonl").exists()
-    done = train(place, run_dir, *SMALL, model, "--resume")
+    done = train(place, run_dir, model, "--resume", recipe=GOLDEN)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resuming from" in done.stdout and "stage_1_step_000002" in done.stdout
     return run_dir
@@ -82,6 +63,14 @@ def test_the_weights_change_and_rewards_differ_in_every_iteration(straight: Path
     rl = lines(straight)[SFT_STEPS:]
     assert all(line["policy/updates"] == 2 and line["policy/grad_norm"] > 0 for line in rl)
     assert all(line["reward/std"] > 0 for line in rl)
+
+
+@pytest.mark.timeout(900)
+def test_the_run_is_the_golden_trajectory(straight: Path, beginner: Path) -> None:
+    """Bit for bit on the processor that it was kept on, else within tolerances; the tool tells how to keep another."""
+    tool = load_tool("golden_trajectory")
+    got = tool.trajectory(straight, start=beginner)
+    assert list(tool.differences(json.loads(tool.TRAJECTORY.read_text()), got)) == []
 
 
 @pytest.mark.timeout(900)
@@ -136,8 +125,9 @@ def test_tensorboard_holds_each_step_once_after_a_resume(straight: Path, resumed
 @pytest.mark.timeout(900)
 def test_resuming_a_finished_run_changes_nothing_but_the_report(place: Path, beginner: Path, resumed: Path) -> None:
     before = contents(resumed)
-    done = train(place, resumed, *SMALL, f"model.hf_path={beginner}", "--resume")
+    done = train(place, resumed, f"model.hf_path={beginner}", "--resume", recipe=GOLDEN)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "nothing is left to train" in done.stdout
     assert "report.html" in done.stdout
     assert contents(resumed) == before
 
