@@ -23,6 +23,7 @@ from megatron_rl.recipe.summary import summary_data, summary_table
 from megatron_rl.train import launcher
 from megatron_rl.train.phases import PhaseFile
 from megatron_rl.train.run_dir import LOGS, choose_run_dir, make_run_dir
+from megatron_rl.verify.arguments import add_verify
 
 LOST_PEER, USER_ERROR, INTERRUPTED = 1, 2, 130
 # what a disk or its owner refuses; without a file name, other OS errors are ours (a lost connection, a bad handle)
@@ -138,6 +139,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "engine": _engine_parser(commands),
         "report": _report_parser(commands),
     }
+    proofs = add_verify(commands)
+    if argv[:1] == ["verify"] and argv[1:2] and argv[1] in proofs:
+        return proofs[argv[1]].parse_intermixed_args(argv[2:])
     # intermixed: options may stand between overrides, which sub-parsers alone do not allow
     if argv and argv[0] in by_name:
         return by_name[argv[0]].parse_intermixed_args(argv[1:])

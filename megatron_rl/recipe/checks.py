@@ -18,7 +18,7 @@ from megatron_rl.recipe.stages import (
 
 # names of `megatron_rl.rewards`, repeated here to check a recipe without torch; a test compares them
 TASK_REWARDS = ("math_answer",)
-SHAPING_REWARDS = ("format",)
+SHAPING_REWARDS = ("format", "coin")
 
 # options of AlgorithmConfig that only some surrogates read
 _SURROGATE_OPTIONS = {

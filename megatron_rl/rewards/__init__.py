@@ -33,7 +33,14 @@ def _build_format(workers: int, timeout_s: float) -> Reward:
     return FormatReward()
 
 
+def _build_coin(workers: int, timeout_s: float) -> Reward:
+    from megatron_rl.rewards.coin import CoinReward
+
+    return CoinReward()
+
+
 REWARDS: dict[str, RewardEntry] = {
     "math_answer": RewardEntry(build=_build_math_answer, judges_answers=True),
     "format": RewardEntry(build=_build_format, judges_answers=False),
+    "coin": RewardEntry(build=_build_coin, judges_answers=False),
 }

@@ -19,7 +19,7 @@ from megatron_rl.data.types import PackedBatch, RolloutGroup, TrainSample
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.train.batches import local_batches, rollout_samples, split_updates
-from megatron_rl.train.policy import Policy
+from megatron_rl.train.policy import LossFunction, Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +75,10 @@ def add_old_logprobs(policy: Policy, update: Update, *, temperature: float) -> U
     return Update(samples=update.samples, batches=batches)
 
 
-def apply_update(policy: Policy, update: Update, stage: RlStage) -> list[list[Metric]]:
-    """One optimizer step; metrics of every micro-batch of every rank. Collective."""
+def update_loss(update: Update, stage: RlStage) -> LossFunction:
+    """The loss of one optimizer step by the recipe's algorithm; its normalisers count the whole step."""
     algorithm = stage.algorithm
-    loss_fn = partial(
+    return partial(
         policy_loss,
         surrogate=make_surrogate(algorithm),
         aggregate=algorithm.aggregate,
@@ -86,6 +86,11 @@ def apply_update(policy: Policy, update: Update, stage: RlStage) -> list[list[Me
         sft_on_positives=algorithm.sft_on_positives,
         positive_normaliser=positive_normaliser(update.samples),
     )
+
+
+def apply_update(policy: Policy, update: Update, stage: RlStage) -> list[list[Metric]]:
+    """One optimizer step; metrics of every micro-batch of every rank. Collective."""
+    loss_fn = update_loss(update, stage)
     metrics = policy.forward_backward(update.batches, loss_fn, temperature=stage.sampling.temperature)
     stats = policy.optimizer_step()
     step = [
