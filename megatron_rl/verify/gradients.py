@@ -79,7 +79,9 @@ def unequal_replicas(policy: Policy) -> tuple[str, ...]:
     """Tensors of which two ranks, or two ends of a pipeline, hold the same interval with other bytes. Collective."""
     mine: dict[tuple[str, int, int], set[str]] = defaultdict(set)
     for piece, values in _held(policy, policy.named_params()):
-        digest = hashlib.sha256(values.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+        digest = hashlib.sha256(
+            values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
         mine[piece.hf_name, piece.hf_start, piece.length].add(digest)
     every: dict[tuple[str, int, int], set[str]] = defaultdict(set)
     for of_rank in all_gather_object(dict(mine)):

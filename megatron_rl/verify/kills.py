@@ -20,7 +20,7 @@ from megatron_rl.train.phases import Phase, read_phase
 from megatron_rl.train.progress import stage_label, stage_length
 
 _MARK = "MEGATRON_RL_VERIFIED_RUN"
-_POLL_S = 0.002
+_POLL_S = 0.005
 _LATEST_S = 0.2  # from the first sight of a phase to the kill, at most
 _GONE_S = 20.0  # for killed processes to be gone
 _SHOWN_LINES = 15

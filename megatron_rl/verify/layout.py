@@ -129,7 +129,7 @@ def _notes(references: Sequence[Measurement]) -> Iterator[str]:
     for one in references:
         if one.shares is not None:
             high, low = one.shares
-            yield f"rl: the ratio is above the clip for {high:.0%} of the tokens, and below it for {low:.0%}"
+            yield f"rl: the upper clip acts on {high:.0%} of the tokens, the lower one on {low:.0%}"
     yield (
         f"float32; bounds: loss {LOSS_BOUND:g}, gradient norm {NORM_BOUND:g}, and {GRADIENT_BOUND:g} of the largest "
         f"element of each gradient tensor (at least {GRADIENT_FLOOR:g} of the model's); replicas bit-equal after a step"

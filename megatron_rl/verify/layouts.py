@@ -102,7 +102,7 @@ class Measurement:
     grad_norm: float
     gaps: tuple[TensorGap, ...] = ()
     unequal: tuple[str, ...] = ()  # tensors whose replicas differ after an optimizer step
-    shares: tuple[float, float] | None = None  # RL: of tokens with the ratio above and below the clip
+    shares: tuple[float, float] | None = None  # RL: of tokens on which the upper and the lower clip act
 
     @property
     def over(self) -> list[TensorGap]:
@@ -166,7 +166,7 @@ def layout_table(references: Sequence[Measurement], measured: Sequence[Measureme
                     one.layout,
                     f"{one.loss - reference.loss:+.1e}",
                     f"{one.grad_norm / reference.grad_norm - 1 if reference.grad_norm else 0.0:+.1e}",
-                    f"{one.worst.relative:.1e} {one.worst.name}",
+                    f"{one.worst.relative:.1e} {one.worst.name}" if one.worst.difference else "all bit-equal",
                     f"{len(one.over)} of {len(one.gaps)}",
                     f"{len(one.unequal)} differ" if one.unequal else "equal",
                 )

@@ -12,6 +12,7 @@ from megatron_rl.recipe.origins import format_resolved, leaves
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.verify.place import say
+from megatron_rl.verify.shorten import shorten
 
 RECIPE_FILE = "recipe.yaml"
 
@@ -42,13 +43,12 @@ def prepare(
 
     Raises RecipeError, DataError or ModelError for what cannot be used.
     """
-    # without torch until here is passed: a mistyped recipe is told of at once
     loaded = load_recipe(source, overrides)
-    from megatron_rl.verify.shrink import shorten
-    from megatron_rl.verify.shrink import shrink as shrunk
-
     recipe = shorten(loaded.recipe) if trains else loaded.recipe
     if shrink:
+        # needs torch, whose import takes seconds: a mistyped recipe is told of at once
+        from megatron_rl.verify.shrink import shrink as shrunk
+
         small, changes = shrunk(recipe, place, layouts=layouts, trains=trains)
         say(f"shrunk: {len(changes)} changes")
         print("\n".join(f"          {change}" for change in changes), flush=True)

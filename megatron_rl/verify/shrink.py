@@ -1,4 +1,4 @@
-"""The recipe of a proof: fewer steps always, and everything smaller where the user asks for it."""
+"""A laptop's version of a recipe: a small model of the same kind, the first rows of the data, small batches."""
 
 from __future__ import annotations
 
@@ -10,65 +10,12 @@ from pathlib import Path
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.origins import leaves
-from megatron_rl.recipe.schema import CheckpointConfig, LayoutConfig, Recipe
-from megatron_rl.recipe.stages import (
-    CurriculumWindow,
-    EvalConfig,
-    RlStage,
-    ScheduleConfig,
-    SftStage,
-    Stage,
-)
+from megatron_rl.recipe.schema import LayoutConfig, Recipe
+from megatron_rl.recipe.stages import CurriculumWindow, RlStage, SftStage, Stage
 from megatron_rl.verify.shrink_data import cut_prompts, cut_samples
 from megatron_rl.verify.shrink_model import Degrees, write_small_model
 
-STEPS, ITERATIONS = 6, 4  # of each stage
-_EVAL_PROMPTS = 8
 _SAMPLES, _PROMPTS, _GROUP, _RESPONSE = 8, 4, 4, 24  # of a small run
-
-
-def shorten(recipe: Recipe) -> Recipe:
-    """A few steps of each stage, a checkpoint every two of them, and what depends on their number."""
-    checkpoint = recipe.checkpoint or CheckpointConfig(every_steps=2)
-    return replace(
-        recipe,
-        stages=tuple(_shortened(stage) for stage in recipe.stages),
-        checkpoint=replace(checkpoint, every_steps=2, keep=2),
-    )
-
-
-def _shortened(stage: Stage) -> Stage:
-    if isinstance(stage, SftStage):
-        steps = min(stage.steps, STEPS)
-        return replace(stage, steps=steps, schedule=_schedule(stage.schedule, steps))
-    iterations = min(stage.iterations, ITERATIONS)
-    return replace(
-        stage,
-        iterations=iterations,
-        schedule=_schedule(stage.schedule, iterations * stage.updates_per_rollout),
-        curriculum=_windows(stage.curriculum, iterations),
-        eval=_eval(stage.eval),
-    )
-
-
-def _schedule(schedule: ScheduleConfig, steps: int) -> ScheduleConfig:
-    return replace(schedule, warmup_steps=min(schedule.warmup_steps, steps // 2))
-
-
-def _windows(windows: Sequence[CurriculumWindow], iterations: int) -> tuple[CurriculumWindow, ...]:
-    """The first two share the iterations, so that one border is crossed."""
-    kept = windows[: min(2, iterations)]
-    shares = (
-        [iterations // len(kept) + (i < iterations % len(kept)) for i in range(len(kept))] if kept else []
-    )
-    return tuple(replace(window, iterations=share) for window, share in zip(kept, shares, strict=True))
-
-
-def _eval(config: EvalConfig | None) -> EvalConfig | None:
-    if config is None:
-        return None
-    prompts = min(config.max_prompts or _EVAL_PROMPTS, _EVAL_PROMPTS)
-    return replace(config, every=2, samples=min(config.samples, 2), max_prompts=prompts)
 
 
 def shrink(
@@ -160,14 +107,15 @@ class _Cutter:
         while per_update * group % self._shares:
             per_update += 1
         response = min(stage.sampling.max_response_tokens, _RESPONSE)
-        trained = {
+        rewards, algorithm = stage.rewards, stage.algorithm
+        if self._trains:
             # a random model solves nothing, and groups of equal rewards teach nothing
-            "rewards": {**stage.rewards, "coin": 1.0},
-            "algorithm": replace(stage.algorithm, drop_zero_advantage=False),
-        }
+            rewards, algorithm = {**rewards, "coin": 1.0}, replace(algorithm, drop_zero_advantage=False)
         return replace(
             stage,
             prompts=str(prompts),
+            rewards=rewards,
+            algorithm=algorithm,
             prompts_per_iteration=per_update * updates,
             group_size=group,
             updates_per_rollout=updates,
@@ -186,7 +134,6 @@ class _Cutter:
                 kv_cache_gib=1,
             ),
             eval=replace(stage.eval, sets=sets) if stage.eval else None,
-            **(trained if self._trains else {}),
         )
 
     def _cut(self, source: str, out: Path, stage: RlStage, windows: Sequence[CurriculumWindow]) -> int:

@@ -118,7 +118,7 @@ def test_a_sound_layout_is_proven_on_an_sft_and_an_rl_batch(measured, layout: Pa
         # the bound is two orders above what rounding does here
         assert one.worst.relative < 1e-5, one.worst
     # both branches of the surrogate are walked
-    assert all(0.2 < share < 0.5 for share in references[1].shares or ())
+    assert references[1].shares is not None and min(references[1].shares) > 0.05
 
 
 @pytest.mark.timeout(900)
@@ -134,7 +134,9 @@ def test_norms_without_their_sequence_parallel_sum_are_refuted_and_named(measure
 def test_a_tied_embedding_without_the_sum_of_its_two_ends_is_refuted_and_named(measured) -> None:
     one, faults = faults_of(measured, "tied")
     assert names_of(one) == {EMBEDDING} == set(one.unequal)
-    assert any(fault.startswith(f"1 of {len(one.gaps)} gradient tensors differ: {EMBEDDING}") for fault in faults)
+    assert any(
+        fault.startswith(f"1 of {len(one.gaps)} gradient tensors differ: {EMBEDDING}") for fault in faults
+    )
 
 
 @pytest.mark.timeout(900)

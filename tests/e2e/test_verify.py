@@ -12,8 +12,9 @@ import pytest
 from tests.helpers.proofs import write_proof
 from tests.helpers.quickstart import ROOT
 
-SFT_ALONE = "stages=[{kind: sft, data: %s/sft.jsonl, steps: 4, global_batch_size: 4, tokens_per_microbatch: 128, " + (
-    "max_sample_tokens: 64, optimizer: {lr: 1.0e-3}}]"
+SFT_ALONE = (
+    "stages=[{kind: sft, data: %s/sft.jsonl, steps: 4, global_batch_size: 4, tokens_per_microbatch: 128, "
+    + ("max_sample_tokens: 64, optimizer: {lr: 1.0e-3}}]")
 )
 
 
@@ -24,7 +25,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def verify(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
     return subprocess.run(
         [sys.executable, "-m", "megatron_rl", "verify", *arguments],
         cwd=cwd,
@@ -38,7 +43,9 @@ def verify(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(900)
 def test_resume_is_proven_for_a_run_that_was_killed(recipe: Path, tmp_path: Path) -> None:
-    done = verify("resume", str(recipe), "--kills", "2", "--seed", "1", SFT_ALONE % recipe.parent, cwd=tmp_path)
+    done = verify(
+        "resume", str(recipe), "--kills", "2", "--seed", "1", SFT_ALONE % recipe.parent, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("killed (") >= 1
     assert "4 steps and 0 files of rollouts are bit for bit the same" in done.stdout

@@ -37,7 +37,13 @@ checkpoint: {{every_steps: 2}}
 
 def write_proof(place: Path, **model: object) -> Path:
     """The recipe's file. By default a model as Qwen3's small ones are: tied, q/k norms, here with one kv head."""
-    options: dict[str, object] = {"family": "qwen3", "tied": True, "kv_heads": 1, "num_layers": 2, "vocab": 120}
+    options: dict[str, object] = {
+        "family": "qwen3",
+        "tied": True,
+        "kv_heads": 1,
+        "num_layers": 2,
+        "vocab": 120,
+    }
     make_tiny_hf(place / "model", **(options | model))  # type: ignore[arg-type]
     write_hf_tokenizer(place / "model", template=CHATML)
     draw = random.Random(0)

@@ -76,7 +76,9 @@ def test_a_tensor_without_gradient_in_the_reference_must_have_none() -> None:
     assert TensorGap(name="w", difference=1e-9, scale=0.0, rank=0).is_over
 
 
-@pytest.mark.parametrize("change", [{"loss": 2.1}, {"loss": math.nan}, {"grad_norm": 3.1}, {"unequal": ("w1",)}])
+@pytest.mark.parametrize(
+    "change", [{"loss": 2.1}, {"loss": math.nan}, {"grad_norm": 3.1}, {"unequal": ("w1",)}]
+)
 def test_loss_norm_and_replicas_are_compared_too(change: dict[str, object]) -> None:
     assert len(replace(SOUND, **change).faults(REFERENCE)) == 1
 
@@ -100,7 +102,9 @@ def test_measurements_survive_json() -> None:
 def test_options_stand_anywhere_and_overrides_reach_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr("megatron_rl.verify.layout.verify_layout", lambda args: seen.append(args) or 0)
-    assert cli.main(["verify", "layout", "r.yaml", "run.seed=2", "--shrink", "--layouts", "tp=2", "name=x"]) == 0
+    assert (
+        cli.main(["verify", "layout", "r.yaml", "run.seed=2", "--shrink", "--layouts", "tp=2", "name=x"]) == 0
+    )
     assert seen[0].layouts == ["tp=2"] and seen[0].overrides == ["run.seed=2", "name=x"] and seen[0].shrink
 
 

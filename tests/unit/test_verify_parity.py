@@ -13,7 +13,15 @@ from megatron_rl.verify.table import PROVEN, REFUTED
 
 def row(one: str, other: str, largest: float) -> dict[str, Any]:
     worst = {"replica": 0, "probe": 0, "position": 2, "is_sampled": False}
-    return {"one": one, "other": other, "mean": 1e-7, "p99": 1e-6, "max": largest, "num_values": 9, "worst": worst}
+    return {
+        "one": one,
+        "other": other,
+        "mean": 1e-7,
+        "p99": 1e-6,
+        "max": largest,
+        "num_values": 9,
+        "worst": worst,
+    }
 
 
 def result(*largest: float, moved: float = 0.1) -> dict[str, Any]:
@@ -27,7 +35,11 @@ def result(*largest: float, moved: float = 0.1) -> dict[str, Any]:
 def test_gaps_within_the_bound_are_proven(capsys: pytest.CaptureFixture[str]) -> None:
     assert report(result(1e-5, 1e-5, 1e-5), dtype="float32") == PROVEN
     shown = capsys.readouterr().out
-    assert "trainer - engine" in shown and "prompt 0, token 2 ('c')" in shown and "verdict: proven: 3 pairs" in shown
+    assert (
+        "trainer - engine" in shown
+        and "prompt 0, token 2 ('c')" in shown
+        and "verdict: proven: 3 pairs" in shown
+    )
 
 
 @pytest.mark.parametrize("gap", [1e-3, math.inf, math.nan])

@@ -17,11 +17,25 @@ from megatron_rl.verify.table import NOT_RUN, PROVEN, REFUTED, cut
 from tests.helpers.recipes import write_recipe
 
 SFT = [
-    {"step": n, "stage": "sft", "time_s": 0.1 * n, "sft/loss": 2.0 / n, "sft/grad_norm": 1.0, "optim/lr": 1e-3}
+    {
+        "step": n,
+        "stage": "sft",
+        "time_s": 0.1 * n,
+        "sft/loss": 2.0 / n,
+        "sft/grad_norm": 1.0,
+        "optim/lr": 1e-3,
+    }
     for n in range(1, 4)
 ]
 RL = [
-    {"step": 4, "stage": "rl", "iteration": 1, "policy/loss": 0.1, "policy/grad_norm": 0.2, "time/train_s": 1.0}
+    {
+        "step": 4,
+        "stage": "rl",
+        "iteration": 1,
+        "policy/loss": 0.1,
+        "policy/grad_norm": 0.2,
+        "time/train_s": 1.0,
+    }
 ]
 RUN = RunRecord(lines=[*SFT, *RL], rollouts={"iter_000001.jsonl": "abcdef0123"}, model="00ff")
 
@@ -97,14 +111,21 @@ def test_a_record_is_read_from_a_run_directory(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("x")
     record = RunRecord.read(tmp_path)
-    assert record.lines == RUN.lines and len(record.model) == 64 and list(record.rollouts) == ["iter_000001.jsonl"]
+    assert (
+        record.lines == RUN.lines
+        and len(record.model) == 64
+        and list(record.rollouts) == ["iter_000001.jsonl"]
+    )
 
 
 def test_moments_follow_from_the_seed_in_the_order_of_the_run_and_reach_every_stage(tmp_path: Path) -> None:
     recipe = load_recipe(write_recipe(tmp_path)).recipe
     moments = draw_moments(recipe, kills=6, seed=3)
     assert moments == draw_moments(recipe, kills=6, seed=3) != draw_moments(recipe, kills=6, seed=4)
-    assert [m.stage for m in moments] == sorted(m.stage for m in moments) and {m.stage for m in moments} == {0, 1}
+    assert [m.stage for m in moments] == sorted(m.stage for m in moments) and {m.stage for m in moments} == {
+        0,
+        1,
+    }
 
 
 def phase(stage: str, step: int, name: str) -> Phase:
@@ -128,4 +149,6 @@ def test_a_moment_is_due_in_its_phase_or_once_it_was_missed(now: Phase, due: boo
 
 
 def test_a_moment_before_the_first_step_needs_no_step() -> None:
-    assert is_due(Moment(stage=1, step=3, phase="engines", delay_s=0.0), phase("", 0, "engines"), ["sft", "rl"])
+    assert is_due(
+        Moment(stage=1, step=3, phase="engines", delay_s=0.0), phase("", 0, "engines"), ["sft", "rl"]
+    )
