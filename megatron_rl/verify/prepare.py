@@ -24,10 +24,7 @@ class Prepared:
     recipe: Recipe
     path: Path
     place: Path
-
-    @property
-    def world_size(self) -> int:
-        return smallest_world(self.recipe)
+    world_size: int  # processes that it is run on
 
 
 def prepare(
@@ -59,14 +56,17 @@ def prepare(
     return write_recipe(recipe, place)
 
 
-def write_recipe(recipe: Recipe, place: Path) -> Prepared:
-    """Write the recipe below `place` and check it as a run would. Raises RecipeError."""
-    path = place / RECIPE_FILE
+def write_recipe(recipe: Recipe, place: Path, *, world_size: int | None = None) -> Prepared:
+    """Write the recipe below `place` and check it as a run would; by default on the fewest processes.
+
+    Raises RecipeError.
+    """
+    path, nproc = place / RECIPE_FILE, world_size or smallest_world(recipe)
     origins = {".".join(keys): "file" for keys, _ in leaves(recipe)}
     path.write_text(format_resolved(recipe, origins), encoding="utf-8")  # type: ignore[arg-type]
     loaded: LoadedRecipe = load_recipe(path)
-    check_recipe(loaded, world_size=smallest_world(recipe))
-    return Prepared(recipe=loaded.recipe, path=path, place=place)
+    check_recipe(loaded, world_size=nproc)
+    return Prepared(recipe=loaded.recipe, path=path, place=place, world_size=nproc)
 
 
 def _with_hf_weights(recipe: Recipe, place: Path) -> Recipe:

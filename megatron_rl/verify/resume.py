@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.verify.kills import KillableRun, Moment, Outcome, draw_moments, sft_only
@@ -37,16 +36,19 @@ def verify_resume(args: argparse.Namespace) -> int:
         )
         recipe = _decided(prepared.recipe, across=other is not None)
         prepared = write_recipe(recipe, place)
+        changed = _in_layout(recipe, other, place) if other else None
         moments = draw_moments(recipe, kills=args.kills, seed=args.seed)
         straight = _run(prepared, place / "straight")
         _run_straight(straight)
         resumed = _run(prepared, place / "resumed")
-        faults, resumed_after = _run_killed(resumed, moments, other=other, place=place)
-        if faults:
-            print(verdict(faults, proven=""))
+        killed = _run_killed(resumed, moments, changed=changed)
+        if killed.fault is not None:
+            print(verdict([killed.fault], proven=""))
             return REFUTED
         records = RunRecord.read(straight.run_dir), RunRecord.read(resumed.run_dir)
-        return report(*records, recipe=recipe, kills=len(moments), other=other, resumed_after=resumed_after)
+        return report(
+            *records, recipe=recipe, kills=killed.kills, other=other, resumed_after=killed.resumed_after
+        )
 
 
 def _decided(recipe: Recipe, *, across: bool) -> Recipe:
@@ -66,6 +68,14 @@ def _decided(recipe: Recipe, *, across: bool) -> Recipe:
     return replace(recipe, stages=stages)
 
 
+def _in_layout(recipe: Recipe, layout: ParallelLayout, place: Path) -> Prepared:
+    """The same recipe in another layout; checked now, not after the first run."""
+    folder = place / "other_layout"
+    folder.mkdir()
+    changed = replace(recipe, layout=layout_config(layout))
+    return write_recipe(changed, folder, world_size=layout.world_size)
+
+
 def _run(prepared: Prepared, run_dir: Path) -> KillableRun:
     return KillableRun(prepared.recipe, prepared.path, run_dir, nproc=prepared.world_size)
 
@@ -77,27 +87,35 @@ def _run_straight(run: KillableRun) -> None:
         raise MegatronRLError(f"the run failed with exit code {outcome.exit_code}:\n{run.last_words()}")
 
 
-def _run_killed(
-    run: KillableRun, moments: Sequence[Moment], *, other: ParallelLayout | None, place: Path
-) -> tuple[list[str], int]:
-    """Kill it at every moment, then let it end; faults, and the steps it had when it was resumed first."""
-    resumed_after: int | None = None
-    for number, moment in enumerate([*moments, None]):
-        if number and resumed_after is None:
-            resumed_after = _saved_steps(run.run_dir)
-            if other is not None:
-                _change_layout(run, other, place)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Killed:
+    """What became of the run that was killed."""
+
+    kills: int
+    resumed_after: int  # steps that it had when it was resumed first
+    fault: str | None = None  # why it could not be resumed
+
+
+def _run_killed(run: KillableRun, moments: Sequence[Moment], *, changed: Prepared | None) -> _Killed:
+    """Kill it at every moment, then let it end. `changed` is what it is resumed with, if not with itself."""
+    kills, resumed_after = 0, 0
+    for moment in [*moments, None]:
         outcome = run.start(moment=moment)
-        if outcome.was_killed:
-            say(f"killed ({number + 1} of {len(moments)}): {_where(outcome)}; resuming")
-        elif outcome.exit_code:
-            which = "the first start" if number == 0 else f"the start after kill {number}"
-            return [f"{which} failed with exit code {outcome.exit_code}:\n{run.last_words()}"], 0
-        elif moment is not None:
-            say(f"ended before it could be killed in {moment.phase} of step {moment.step}")
-        else:
-            say("ran to its end")
-    return [], resumed_after or 0
+        if not outcome.was_killed:
+            if outcome.exit_code:
+                which = f"the start after kill {kills}" if kills else "the first start"
+                words = f"{which} failed with exit code {outcome.exit_code}:\n{run.last_words()}"
+                return _Killed(kills=kills, resumed_after=resumed_after, fault=words)
+            break
+        kills += 1
+        say(f"killed ({kills} of {len(moments)}): {_where(outcome)}; resuming")
+        if kills == 1:
+            resumed_after = _saved_steps(run.run_dir)
+            if changed is not None:
+                run.recipe_file, run.nproc = changed.path, changed.world_size
+                say(f"from here on in the other layout, on {changed.world_size} processes")
+    say("ran to its end" if kills == len(moments) else "ran to its end before it could be killed again")
+    return _Killed(kills=kills, resumed_after=resumed_after)
 
 
 def _where(outcome: Outcome) -> str:
@@ -113,15 +131,6 @@ def _saved_steps(run_dir: Path) -> int:
         return 0
     _, stage, _, step = max(names).split("_")
     return int(step) if stage == "0" else 1 << 30
-
-
-def _change_layout(run: KillableRun, layout: ParallelLayout, place: Path) -> None:
-    recipe = load_recipe(run.recipe_file).recipe
-    folder = place / "other_layout"
-    folder.mkdir()
-    changed = write_recipe(replace(recipe, layout=layout_config(layout)), folder)
-    run.recipe_file, run.nproc = changed.path, layout.world_size
-    say(f"from here on in layout {layout_text(layout)}")
 
 
 def report(
@@ -149,6 +158,11 @@ def report(
             f"{len(straight.lines)} steps and {len(straight.rollouts)} files of rollouts are bit for bit the same "
             f"after {kills} kills, and so are the final weights"
         )
+    if kills == 0:
+        print(
+            "verdict: not proven: the run ended before it could be killed; try another --seed, or more --kills"
+        )
+        return NOT_RUN
     has_rl = any(isinstance(stage, RlStage) for stage in recipe.stages)
     if not faults and has_rl and straight.num_rl_updates() == 0:
         print(
