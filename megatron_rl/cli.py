@@ -96,6 +96,9 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_rl.platform.quiet import silence_library_warnings
 
     silence_library_warnings()
+    from megatron_rl.platform.device import import_megatron
+
+    import_megatron()
     from megatron_rl.train.run import run_training
 
     run_training(loaded, run_dir=run_dir, resume=args.resume, phases=phases)

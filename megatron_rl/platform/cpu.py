@@ -1,4 +1,4 @@
-"""The one patch of the project: what megatron-core 0.16.1 needs to run on CPU with gloo.
+"""The one patch of the project: what megatron-core 0.16.1 needs to run on CPU with gloo, and to start soon.
 
 megatron-core takes a CUDA device for granted in many places; `PATCHED` lists each name that is replaced, with
 the reason. `apply` replaces them all and can be called again. Only `platform.device.activate` calls it, and
@@ -39,6 +39,25 @@ class Patch:
         module, _, cls = self.owner.partition(":")
         found = importlib.import_module(module)
         return getattr(found, cls) if cls else found
+
+
+def import_uncompiled() -> None:
+    """Import megatron-core with its small fused functions as they are written.
+
+    It wraps them in torch.compile at import, which loads the compiler: 40 % of what a start takes. On CPU it
+    would not pay for itself either: each function is translated to C++ when it is first called.
+    """
+    compiler = torch.compile
+    torch.compile = _leave_as_it_is  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core.jit")
+    finally:
+        torch.compile = compiler
+
+
+def _leave_as_it_is(function: Any) -> Any:
+    """In the place of `torch.compile`, which megatron-core uses without options."""
+    return function
 
 
 def apply() -> None:

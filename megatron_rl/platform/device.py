@@ -22,6 +22,14 @@ def backend() -> str:
     return "nccl" if has_accelerator() else "gloo"
 
 
+def import_megatron() -> None:
+    """Import megatron-core in the way that suits the machine; call it before anything else imports it."""
+    if not has_accelerator():
+        from megatron_rl.platform import cpu
+
+        cpu.import_uncompiled()
+
+
 def activate(*, accelerator: bool | None = None) -> bool:
     """Make megatron-core usable here; returns True when that needed the CPU patch.
 

@@ -225,8 +225,9 @@ def test_every_gradient_of_a_packed_batch_equals_the_one_by_one_gradient(tmp_pat
     hf_path = str(make_tiny_hf(tmp_path / "hf", family=family))
     (differences,) = run_distributed(_packing_gradients, 1, hf_path)
     assert len(differences) > 30
-    # float32 sums in another order: 1e-6 of the largest element, doubled for the accumulation over micro-batches
-    assert max(differences.values()) < 2e-6, max(differences.items(), key=lambda item: item[1])
+    # float32 sums in another order: 1e-6 of the largest element, doubled for the accumulation over micro-batches and
+    # again for norms, whose gradients sum over every token and head
+    assert max(differences.values()) < 4e-6, max(differences.items(), key=lambda item: item[1])
 
 
 @pytest.mark.timeout(600)

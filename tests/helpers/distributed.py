@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -14,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.forked import forkserver
 
 _GRACE_S = 3.0      # other ranks get this long to fail by themselves once one has
 _LOG_CHARS = 3000   # of the end of a log that are shown
@@ -31,7 +32,7 @@ def run_distributed(
     `fn` stands at module level; arguments and results are picklable. RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR and MASTER_PORT are set, one thread per process. Ends only the processes that it started.
     """
-    context = multiprocessing.get_context("spawn")
+    context = forkserver()
     with tempfile.TemporaryDirectory(prefix="ranks_") as scratch:
         port = free_port()
         processes = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.reshard.receive import WeightStream
 from megatron_rl.reshard.tables import target_needs
 from megatron_rl.reshard.transports import LOOPBACK, LocalHub, Membership, connect_in_process, open_store
+from tests.helpers.forked import forkserver
 
 CPU = torch.device("cpu")
 
@@ -37,9 +37,7 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any
 
 def run_processes(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Every member a process: what each returned, or "killed". A member that raises fails the test."""
-    context = multiprocessing.get_context("forkserver")
-    # imported once, so that a member starts in milliseconds
-    context.set_forkserver_preload(["tests.helpers.transfer"])
+    context = forkserver()
     ends, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)

@@ -39,15 +39,20 @@ def test_nothing_is_touched_where_an_accelerator_exists() -> None:
     assert run_fresh(unindent(code).replace("{snapshot}", SNAPSHOT)) == "untouched"
 
 
-def test_every_patched_name_exists_in_the_installed_packages_and_is_ours_afterwards() -> None:
+def test_megatron_is_imported_without_the_compiler_and_every_patched_name_is_ours_afterwards() -> None:
     code = """
         from megatron_rl.platform import cpu
+        compiler = cpu.torch.compile
+        cpu.import_uncompiled()
         for patch in cpu.PATCHED:
             assert hasattr(patch.target(), patch.name), patch
             assert getattr(patch.target(), patch.name) is not patch.replacement, patch
         cpu.apply()
         for patch in cpu.PATCHED:
             assert getattr(patch.target(), patch.name) is patch.replacement, patch
+        # the compiler is as it was, and nobody has asked for it
+        assert cpu.torch.compile is compiler
+        assert "torch._inductor.compile_fx" not in cpu.sys.modules
         print(len(cpu.PATCHED))
     """
     assert int(run_fresh(unindent(code))) == len(cpu.PATCHED) > 0
