@@ -9,6 +9,10 @@ _SILENCED = (
     ("Transformer Engine and Apex are not installed", "layer implementations are chosen by model.spec"),
     ("Apex is not installed", "norms are our own"),
     ("full scope is deprecated", "megatron-core about its own default for CUDA graphs"),
+    (
+        "When using (async grad allreduce|sequence parallelism) it is recommended to set the environment variable",
+        "CUDA_DEVICE_MAX_CONNECTIONS, which launch/torchrun.sh sets; without a GPU it means nothing",
+    ),
     ("The .grad attribute of a Tensor that is not a leaf", "megatron-core probes every shard for a gradient"),
     ("`load_state_dict` is deprecated", "how megatron-core reads a checkpoint"),
     ("Please use DTensor instead", "torch about the tensors that megatron-core reads a checkpoint with"),

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.recipe.schema import Recipe
-from megatron_rl.recipe.stages import SftStage
 from megatron_rl.train.phases import Phase, read_phase
 from megatron_rl.train.progress import stage_label, stage_length
 
@@ -27,7 +26,7 @@ _SHOWN_LINES = 15
 # by kind of stage; the first ones belong to no step
 _SETUP = ("load", "data", "engines")
 _PHASES = {
-    "sft": ("load", "data", "train", "train", "save", "save"),
+    "sft": ("load", "data", "train", "save"),
     "rl": ("engines", "generate", "reward", "logprob", "train", "sync", "save"),
 }
 
@@ -45,14 +44,31 @@ class Moment:
 def draw_moments(recipe: Recipe, *, kills: int, seed: int) -> list[Moment]:
     """`kills` moments in the order of the run, spread over its stages, the last stage first."""
     draw = random.Random(seed)
+    every = recipe.checkpoint.every_steps if recipe.checkpoint else 1
+    # each phase once before any comes again
+    left: dict[str, list[str]] = {kind: [] for kind in _PHASES}
     moments = []
     for number in range(kills):
         index = (len(recipe.stages) - 1 - number) % len(recipe.stages)
         stage = recipe.stages[index]
-        step = draw.randint(1, stage_length(stage))
-        phase = draw.choice(_PHASES[stage.kind])
-        moments.append(Moment(stage=index, step=step, phase=phase, delay_s=draw.uniform(0.0, _LATEST_S)))
+        if not left[stage.kind]:
+            left[stage.kind] = draw.sample(_PHASES[stage.kind], len(_PHASES[stage.kind]))
+        phase, length = left[stage.kind].pop(), stage_length(stage)
+        moments.append(
+            Moment(
+                stage=index,
+                step=_step_with(phase, draw.randint(1, length), length=length, every=every),
+                phase=phase,
+                # many phases are over within milliseconds
+                delay_s=draw.choice((0.0, draw.uniform(0.0, _LATEST_S))),
+            )
+        )
     return sorted(moments, key=lambda moment: (moment.stage, moment.step, moment.phase not in _SETUP))
+
+
+def _step_with(phase: str, step: int, *, length: int, every: int) -> int:
+    """`step`, or the next one that ends with a checkpoint."""
+    return min(length, -(-step // every) * every) if phase == "save" else step
 
 
 def is_due(moment: Moment, phase: Phase, labels: Sequence[str]) -> bool:
@@ -155,8 +171,3 @@ def processes_of(run_dir: Path) -> list[int]:
             if mark in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return found
-
-
-def sft_only(recipe: Recipe) -> tuple[SftStage, ...]:
-    """The stages whose every number is a function of the weights and the data alone."""
-    return tuple(stage for stage in recipe.stages if isinstance(stage, SftStage))

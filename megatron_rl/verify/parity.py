@@ -45,10 +45,10 @@ def report(result: Mapping[str, Any], *, dtype: str) -> int:
     """Print the table and the verdict, and return the exit code."""
     print()
     print("\n".join(parity_table(result)))
-    print(
-        f"nats over {result['tokens']} tokens of {result['prompts']} prompts, {dtype}; bound {result['bound']:g}; the "
-        f"weights had moved by {result['moved']:.2g} since the engines were started"
-    )
+    about = f"nats over {result['tokens']} tokens of {result['prompts']} prompts, {dtype}; bound {result['bound']:g}"
+    if len(result["rows"]) > 1:
+        about += f"; the weights had moved by {result['moved']:.2g} since the engines were started"
+    print(about)
     faults = parity_faults(result)
     pairs = len(result["rows"])
     print(verdict(faults, proven=f"{pairs} pair{'s' if pairs > 1 else ''} give the same log-probs"))

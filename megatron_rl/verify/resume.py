@@ -10,8 +10,8 @@ from pathlib import Path
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.schema import Recipe
-from megatron_rl.recipe.stages import RlStage
-from megatron_rl.verify.kills import KillableRun, Moment, Outcome, draw_moments, sft_only
+from megatron_rl.recipe.stages import RlStage, SftStage
+from megatron_rl.verify.kills import KillableRun, Moment, Outcome, draw_moments
 from megatron_rl.verify.layouts import layout_config, layout_text, parse_layout
 from megatron_rl.verify.place import deadline, open_place, say
 from megatron_rl.verify.prepare import Prepared, prepare, write_recipe
@@ -56,7 +56,7 @@ def _decided(recipe: Recipe, *, across: bool) -> Recipe:
     recipe = replace(recipe, run=replace(recipe.run, deterministic=True))
     if not across:
         return recipe
-    stages = sft_only(recipe)
+    stages = tuple(stage for stage in recipe.stages if isinstance(stage, SftStage))
     if not stages:
         raise MegatronRLError(
             "--layout: compares SFT losses, and the recipe has no SFT stage; leave it out, or run `verify layout`"

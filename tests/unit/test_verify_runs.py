@@ -122,6 +122,8 @@ def test_moments_follow_from_the_seed_in_the_order_of_the_run_and_reach_every_st
     recipe = load_recipe(write_recipe(tmp_path)).recipe
     moments = draw_moments(recipe, kills=6, seed=3)
     assert moments == draw_moments(recipe, kills=6, seed=3) != draw_moments(recipe, kills=6, seed=4)
+    # nothing is saved in between
+    assert all(m.step % 5 == 0 or m.step == 6 for m in moments if m.phase == "save")
     assert [m.stage for m in moments] == sorted(m.stage for m in moments) and {m.stage for m in moments} == {
         0,
         1,
