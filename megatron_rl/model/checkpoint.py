@@ -1,76 +1,103 @@
-"""Checkpoints of a run: model, optimizer and progress, saved together and resumed in any layout.
+"""Checkpoints of a run: model, optimizer, generators and progress, saved together and resumed in any layout.
 
-No generator state is stored because none is used: there is no dropout, and the order of the data and every
-sampling seed are functions of the run's seed and of its progress.
+A save has four phases: agree on what goes where, write and compare, publish, retain. Where the recipe asks for it,
+only the first and a copy into memory hold the run up; a writer process beside each rank does the second, and the
+third and fourth come at a later step.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from types import TracebackType
+from typing import Any
 
-import torch.distributed as dist
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-from torch import nn
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_rl.errors import CheckpointError, LostPeerError
+from megatron_rl.errors import CheckpointError
 from megatron_rl.model import checkpoint_files as files
-from megatron_rl.model.build import unwrapped
-from megatron_rl.model.checkpoint_files import MODEL_DIR, SavedState
-from megatron_rl.model.checkpoint_tensors import Prepared, prepare_sharded, read_sharded, write_sharded
-from megatron_rl.model.spec import ModelSpec
+from megatron_rl.model import checkpoint_load as load
+from megatron_rl.model.checkpoint_files import MODEL_DIR, OPTIMIZER_DIR, Recorded, SavedState
+from megatron_rl.model.checkpoint_match import check_same_recipe, flat_recipe, flat_spec, recipe_digest
+from megatron_rl.model.checkpoint_plan import (
+    METADATA_FILE,
+    Entry,
+    RankFile,
+    check_index,
+    plan_file,
+    plan_index,
+    side_files,
+)
+from megatron_rl.model.checkpoint_process import StagingBuffer, WriterProcess
+from megatron_rl.model.checkpoint_shards import Trainable, model_state, owned_model, owned_optimizer
+from megatron_rl.model.checkpoint_writer import Written, write_verified
+from megatron_rl.model.generators import generator_states
+from megatron_rl.model.load_report import LoadReport
+from megatron_rl.model.together import Together, bounded
 from megatron_rl.recipe.schema import Recipe
 
 __all__ = ["CheckpointStore", "SavedState", "Trainable"]
 
-T = TypeVar("T")
+_INTACT = "; nothing was published, earlier checkpoints are intact"
 
-_OPTIMIZER_DIR = "optimizer"
-_OPTIMIZER_FORMAT = {
-    # whole tensors under the names of the parameters they belong to, so that any layout can read them
-    "distrib_optim_sharding_type": "fully_reshardable",
-    # gathered in host memory on dp rank 0 only; the other way costs every rank a whole copy
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-    # expert parallelism trains experts by an optimizer of their own; names of parameters tell them apart as it is
-    "chained_optim_avoid_prefix": True,
-}
-
-
-class SteppedOptimizer(Protocol):
-    """megatron-core's optimizer and the optimizer steps it has done in this stage."""
-
-    inner: MegatronOptimizer
-    num_steps: int
-
-
-class Trainable(Protocol):
-    """What is saved: DDP-wrapped model chunks of this rank and the optimizer of the current stage."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def ddp_chunks(self) -> Sequence[nn.Module]: ...
-
-    @property
-    def optimizer(self) -> SteppedOptimizer: ...
+Entries = dict[str, tuple[Entry, ...]]  # of this rank's file in each directory
+Contents = dict[str, Sequence[bytes | Tensor]]  # pieces of each file, by its path in the checkpoint
 
 
 class CheckpointStore:
-    """The checkpoints of one run below `root`, a directory that every rank sees.
+    """The checkpoints of one run below `root`, a directory that every rank sees. A context manager.
 
-    `keep` newest ones stay. `timeout_s` bounds how long the ranks wait for the slowest one while saving.
+    `keep` newest ones stay. `timeout_s` bounds every wait for a rank, a disk or a writer. With `asynchronous`, `save`
+    returns once the state is copied; `poll` at every step and `finish` at the end publish what was written since.
     """
 
-    def __init__(self, root: Path, *, keep: int, rank: int, recipe: Recipe, timeout_s: float) -> None:
-        self._root, self._keep, self._rank, self._timeout_s = root, keep, rank, timeout_s
-        self._recipe = files.flat_recipe(recipe)
-        self._group: dist.ProcessGroup | None = None
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep: int,
+        rank: int,
+        recipe: Recipe,
+        timeout_s: float,
+        asynchronous: bool = False,
+    ) -> None:
+        self._root, self._keep, self._rank = root, keep, rank
+        self._recipe = flat_recipe(recipe)
+        self._together = Together(str(root), rank=rank, timeout_s=timeout_s)
+        self._asynchronous = asynchronous
+        self._writer: WriterProcess | None = None
+        self._staging = StagingBuffer()
+        # a save that is being written; its files are not known yet
+        self._pending: SavedState | None = None
+        self._entries: list[Entries] = []  # of every rank, as they were last planned
+        self._index: dict[str, tuple[bytes, Metadata]] = {}  # of each directory; on rank 0
+        self._report: LoadReport | None = None
+
+    def __enter__(self) -> CheckpointStore:
+        if self._asynchronous:
+            self._start_writer()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the writer. A save that was not finished is given up and its files are removed. Not collective."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._staging.close()
+        if self._pending is not None:
+            self._pending = None
+            self._clean_up()
 
     def latest(self) -> SavedState | None:
         """The checkpoint to resume from, None where none was published. Not collective.
@@ -79,7 +106,7 @@ class CheckpointStore:
         """
         saved = files.find_latest(self._root)
         if saved is not None:
-            files.check_same_recipe(saved, self._recipe)
+            check_same_recipe(saved, self._recipe)
         return saved
 
     def save(self, policy: Trainable, progress: Mapping[str, Any]) -> None:
@@ -88,33 +115,56 @@ class CheckpointStore:
         `progress` is plain JSON with the numbers `stage` and `step`; rank 0's is stored. An optimizer that has
         not stepped has no state yet and none is stored. When any rank fails, every rank raises CheckpointError;
         the unfinished checkpoint is removed (also on Ctrl-C or SIGTERM), earlier ones stay.
+
+        An asynchronous save first waits for the one before it. Its own failure comes with the next `poll`, `save` or
+        `finish`.
         """
+        self.finish()
         name = files.checkpoint_name(progress)
-        directory = self._root / f".tmp-{name}"
         try:
-            self._together("making room", lambda: self._start(policy, progress, name), rank=0)
-            states = self._together("gathering state", lambda: _sharded_states(policy))
-            prepared = self._together("checking state", lambda: _prepared(states))
-            self._together("writing", lambda: self._write(prepared, directory))
-            self._together("publishing", lambda: self._publish(policy, progress, directory), rank=0)
+            self._run("making room", lambda: self._start(policy, progress, name), rank=0)
+            contents = self._plan(policy)
+            self._pending = self._state(policy, progress, self._root / f".tmp-{name}")
+            if self._asynchronous:
+                self._run("copying state", lambda: self._submit(contents))
+            else:
+                self._publish(self._run("writing", lambda: self._write(contents)))
         except BaseException:
-            if self._rank == 0:
-                # the failure that led here is the one to report
-                with suppress(OSError):
-                    files.remove_leftovers(self._root)
+            self._give_up()
+            raise
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is still being written."""
+        return self._pending is not None
+
+    def poll(self) -> None:
+        """Publish the save that is being written once every rank's part is. Waits for no writer. Collective."""
+        if self._pending is None:
+            return
+        assert self._writer is not None
+        if self._together.agree("asking the writers", is_ready=self._writer.is_settled()):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is being written, if any, and publish it. Collective."""
+        if self._pending is None:
+            return
+        assert self._writer is not None
+        try:
+            self._publish(self._run("writing", self._writer.result))
+        except BaseException:
+            self._give_up()
             raise
 
     def load_model(self, policy: Trainable, saved: SavedState) -> None:
         """Fill the model chunks from a checkpoint of any layout. Collective.
 
         Comes before the optimizer is built, which copies the weights. Raises CheckpointError naming what is
-        missing, unexpected or unreadable, and for a checkpoint of another model.
+        missing, unexpected, changed since it was saved or unreadable, and for a checkpoint of another model.
         """
-        # megatron-core reads an embedding of any number of rows: its padding differs with the layout
-        files.check_same_model(saved, files.flat_spec(policy.spec))
-        loaded = read_sharded(_model_state(policy), saved.path / MODEL_DIR)
-        for number, chunk in enumerate(policy.ddp_chunks):
-            unwrapped(chunk).load_state_dict(loaded[f"model{number}"])
+        self._report = LoadReport(saved=saved, layout=asdict(policy.layout))
+        load.load_model(policy, saved, self._together, self._report)
 
     def load_optimizer(self, policy: Trainable, saved: SavedState) -> None:
         """Fill a new optimizer, its step count included, from a checkpoint of any layout. Collective.
@@ -122,102 +172,155 @@ class CheckpointStore:
         One saved before its first step leaves the new one as it is. Otherwise raises CheckpointError when the
         checkpoint holds none or another one: it is never started anew.
         """
-        if saved.optimizer_steps == 0:
-            return
-        optimizer = policy.optimizer
-        state = optimizer.inner.sharded_state_dict(
-            _model_state(policy), is_loading=True, metadata=dict(_OPTIMIZER_FORMAT)
-        )
-        loaded = read_sharded({"optimizer": state}, saved.path / _OPTIMIZER_DIR)
-        optimizer.inner.load_state_dict(_in_own_terms(state, loaded["optimizer"], steps=saved.optimizer_steps))
-        optimizer.num_steps = saved.optimizer_steps
+        report = self._report or LoadReport(saved=saved, layout=asdict(policy.layout))
+        load.load_optimizer(policy, saved, self._together, report)
+
+    def load_generators(self, policy: Trainable, saved: SavedState) -> None:
+        """Continue every random generator where the checkpoint left it, in the same layout; in another one they start
+        anew from the run's seed and the step. Collective."""
+        report = self._report or LoadReport(saved=saved, layout=asdict(policy.layout))
+        load.load_generators(policy, saved, self._together, report, rank=self._rank)
+
+    def take_report(self) -> LoadReport | None:
+        """What was loaded since the last call; None: nothing."""
+        report, self._report = self._report, None
+        return report
+
+    def _run(self, what: str, action: Any, *, rank: int | None = None) -> list[Any]:
+        return self._together.run(what, action, rank=rank, after=_INTACT)
 
     def _start(self, policy: Trainable, progress: Mapping[str, Any], name: str) -> None:
         if json.loads(json.dumps(progress)) != progress:
             raise CheckpointError(f"progress: got {progress!r}, must be plain JSON: text keys, no tuples")
         directory = files.start_checkpoint(self._root, name)
-        for part in [MODEL_DIR] + [_OPTIMIZER_DIR] * (policy.optimizer.num_steps > 0):
+        for part in [MODEL_DIR, files.GENERATORS_DIR] + [OPTIMIZER_DIR] * (policy.optimizer.num_steps > 0):
             (directory / part).mkdir()
 
-    def _write(self, prepared: Mapping[str, Prepared], directory: Path) -> None:
-        assert self._group is not None
-        for part, state in prepared.items():
-            write_sharded(state, directory / part, self._group)
+    def _plan(self, policy: Trainable) -> Contents:
+        """What this rank writes. Ranks tell each other only when that changes, which is once a stage."""
+        owned: dict[str, RankFile] = {}
+        before = self._entries[self._rank] if self._entries else None
 
-    def _publish(self, policy: Trainable, progress: Mapping[str, Any], directory: Path) -> None:
-        files.publish_checkpoint(
-            directory,
-            progress=progress,
+        def gather() -> Entries | None:
+            owned.update(_owned_files(policy))
+            entries = {part: file.entries for part, file in owned.items()}
+            return None if entries == before else entries
+
+        changed = self._run("gathering state", gather)
+        if any(entries is not None for entries in changed):
+            known = self._entries or [{}] * len(changed)
+            # forgotten first: a plan that fails is not the one to compare with
+            self._entries = []
+            planned = [old if new is None else new for old, new in zip(known, changed, strict=True)]
+            self._run("checking state", lambda: self._plan_indices(planned), rank=0)
+            self._entries = planned
+        contents: Contents = {f"{part}/{_file_name(self._rank)}": file.pieces for part, file in owned.items()}
+        contents[files.generators_file(self._rank)] = [json.dumps(generator_states()).encode()]
+        if self._rank == 0:
+            for part, (index, _) in self._index.items():
+                for name, content in {METADATA_FILE: index, **side_files()}.items():
+                    contents[f"{part}/{name}"] = [content]
+        return contents
+
+    def _plan_indices(self, planned: Sequence[Entries]) -> None:
+        self._index = {
+            part: plan_index({_file_name(rank): entries[part] for rank, entries in enumerate(planned)})
+            for part in planned[0]
+        }
+
+    def _state(self, policy: Trainable, progress: Mapping[str, Any], directory: Path) -> SavedState:
+        return SavedState(
+            path=directory,
+            progress=dict(progress),
             optimizer_steps=policy.optimizer.num_steps,
             recipe=self._recipe,
-            model=files.flat_spec(policy.spec),
-            versions={package: version(package) for package in ("torch", "megatron-core")},
+            recipe_digest=recipe_digest(self._recipe, stage=int(progress["stage"])),
+            model=flat_spec(policy.spec),
+            layout=asdict(policy.layout),
+            files={},
+        )
+
+    def _write(self, contents: Contents) -> dict[str, Written]:
+        """Synchronously: from where the state lies, in this process."""
+        assert self._pending is not None
+        directory = self._pending.path
+
+        def write() -> dict[str, Written]:
+            return {
+                name: write_verified(directory / name, lambda pieces=pieces: _views(pieces))  # type: ignore[misc]
+                for name, pieces in contents.items()
+            }
+
+        return bounded(write, timeout_s=self._together.timeout_s, what=f"writing {directory}")
+
+    def _submit(self, contents: Contents) -> None:
+        assert self._pending is not None
+        writer = self._writer or self._start_writer()
+        ranges = self._staging.fill(contents)
+        writer.submit(
+            self._pending.path, ranges, memory=self._staging.descriptor, timeout_s=self._together.timeout_s
+        )
+
+    def _start_writer(self) -> WriterProcess:
+        self._writer = WriterProcess(rank=self._rank)
+        return self._writer
+
+    def _publish(self, written: Sequence[Mapping[str, Written] | None]) -> None:
+        """`written` are the files of every rank."""
+        assert self._pending is not None
+        saved = self._pending
+        recorded = {
+            name: Recorded(file.num_bytes, file.sha256)
+            for of_rank in written
+            for name, file in (of_rank or {}).items()
+        }
+        self._run("publishing", lambda: self._publish_files(saved, recorded), rank=0)
+        self._pending = None
+
+    def _publish_files(self, saved: SavedState, recorded: Mapping[str, Recorded]) -> None:
+        for part, (_, meant) in self._index.items():
+            sizes = {Path(n).name: file.num_bytes for n, file in recorded.items() if n.startswith(f"{part}/")}
+            check_index(saved.path / part, meant, sizes)
+        complete = replace(saved, files=dict(recorded))
+        files.publish_checkpoint(
+            complete, versions={package: version(package) for package in ("torch", "megatron-core")}
         )
         files.retain_newest(self._root, self._keep)
 
-    def _together(self, what: str, action: Callable[[], T], *, rank: int | None = None) -> T:
-        """Run `action` on every rank, or on `rank` alone (others get None); one failure fails all."""
-        if self._group is None:
-            # of its own: writing may take longer than a training step, and a GPU is of no use to it
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
-        result, failure = None, None
-        try:
-            if rank is None or rank == self._rank:
-                result = action()
-        except Exception as error:
-            failure = error
-        outcomes: list[str | None] = [None] * dist.get_world_size()
-        try:
-            message = None if failure is None else self._describe(failure)
-            dist.all_gather_object(outcomes, message, group=self._group)
-        except RuntimeError as error:
-            if failure is not None:
-                raise CheckpointError(f"{self._root}: {what} failed: {message}") from failure
-            raise LostPeerError(
-                f"{self._root}: {what} failed: {error}; a rank stopped or took longer than "
-                f"{self._timeout_s:g} s: read its log first"
-            ) from error
-        failures = [outcome for outcome in outcomes if outcome is not None]
-        if failures:
-            raise CheckpointError(
-                f"{self._root}: {what} failed: {failures[0]}; nothing was published, earlier checkpoints are intact"
-            ) from failure
-        return result  # type: ignore[return-value]
+    def _give_up(self) -> None:
+        """After a failure: no writer goes on, nothing of the save stays."""
+        self._pending = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._clean_up()
 
-    def _describe(self, failure: Exception) -> str:
-        if isinstance(failure, CheckpointError):
-            return str(failure)
-        return f"rank {self._rank}: {type(failure).__name__}: {failure}"
+    def _clean_up(self) -> None:
+        if self._rank == 0:
+            # the failure that led here is the one to report
+            with suppress(OSError):
+                files.remove_leftovers(self._root)
 
 
-def _sharded_states(policy: Trainable) -> dict[str, dict[str, Any]]:
-    model = _model_state(policy)
-    if policy.optimizer.num_steps == 0:
-        return {MODEL_DIR: model}
-    optimizer = policy.optimizer.inner.sharded_state_dict(model, metadata=dict(_OPTIMIZER_FORMAT))
-    return {MODEL_DIR: model, _OPTIMIZER_DIR: {"optimizer": optimizer}}
+def _owned_files(policy: Trainable) -> dict[str, RankFile]:
+    """This rank's file in each directory."""
+    state = model_state(policy)
+    planned = {}
+    if policy.optimizer.num_steps > 0:
+        planned[OPTIMIZER_DIR] = plan_file(owned_optimizer(policy.optimizer.inner, state))
+    # consumes the state
+    planned[MODEL_DIR] = plan_file(owned_model(state))
+    return planned
 
 
-def _in_own_terms(own: dict[Any, Any], loaded: dict[Any, Any], *, steps: int) -> dict[Any, Any]:
-    """The loaded moments with the settings of this run's optimizer, which may be split another way than the saved.
-
-    `own` is what it says of itself: parameter groups and settings, or such parts by number.
-    """
-    if 0 in own:
-        return {number: _in_own_terms(part, loaded[number], steps=steps) for number, part in own.items()}
-    groups = [{**group, "step": steps} for group in own["optimizer"]["param_groups"]]
-    return {
-        **own,
-        "optimizer": {**own["optimizer"], "param_groups": groups},
-        "param_state": loaded["param_state"],
-    }
+def _file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
 
 
-def _prepared(states: Mapping[str, dict[str, Any]]) -> dict[str, Prepared]:
-    return {part: prepare_sharded(state) for part, state in states.items()}
-
-
-def _model_state(policy: Trainable) -> dict[str, Any]:
-    """Live tensors of every chunk; their keys count layers over the whole model, so chunks never collide."""
-    chunks = [unwrapped(chunk) for chunk in policy.ddp_chunks]
-    return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+def _views(pieces: Sequence[bytes | Tensor]) -> Iterator[memoryview]:
+    for piece in pieces:
+        if isinstance(piece, Tensor):
+            # from a device: one tensor at a time comes to the host
+            yield piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        else:
+            yield memoryview(piece)

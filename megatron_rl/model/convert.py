@@ -23,11 +23,11 @@ from megatron_rl.errors import CheckpointError, LayoutError, ModelError
 from megatron_rl.model.checkpoint_files import (
     MODEL_DIR,
     SavedState,
-    check_same_model,
     find_checkpoint,
-    flat_spec,
+    inventory,
     write_state,
 )
+from megatron_rl.model.checkpoint_match import check_same_model, flat_spec
 from megatron_rl.model.dist_read import METADATA_FILE, open_distributed
 from megatron_rl.model.dist_tables import places
 from megatron_rl.model.dist_write import write_distributed
@@ -158,15 +158,18 @@ def _write_import(
         for name, held in places(spec).items()
         if dtype is None and source.dtype(name) is not dtypes[held[0].key]
     }
-    write_state(
-        partial,
+    imported = SavedState(
+        path=partial,
         progress=_START,
         optimizer_steps=0,
         recipe={"model.hf_path": str(hf_path.absolute())},
+        recipe_digest="",
         model=flat_spec(spec),
-        versions={"torch": version("torch")},
+        layout={},
+        files=inventory(partial),
         hf_dtypes=widened,
     )
+    write_state(imported, versions={"torch": version("torch")})
 
 
 def _stored_dtypes(

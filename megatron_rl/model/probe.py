@@ -43,7 +43,8 @@ def checkpoint_logits(
     )
     try:
         (model,) = build_model(spec, layout, dtype=torch.float32, spec_kind="local")
-        model.load_state_dict(read_sharded({"model": model.sharded_state_dict()}, directory)["model"])
+        loaded, _ = read_sharded({"model": model.sharded_state_dict()}, directory)
+        model.load_state_dict(loaded["model"])
         if rounded_to is not None:
             for param in model.parameters():
                 param.copy_(param.to(rounded_to))

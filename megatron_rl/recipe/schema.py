@@ -50,6 +50,9 @@ class RunConfig:
 class CheckpointConfig:
     every_steps: PositiveInt  # optimizer steps (SFT) or iterations (RL)
     keep: PositiveInt = 2  # newest ones that stay
+    # training goes on while it is written; costs host memory of the size of a rank's part
+    asynchronous: Bool = False
+    timeout_s: PositiveFloat = 600.0  # of every wait in a save: for a rank, a disk, a writer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

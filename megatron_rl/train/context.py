@@ -61,16 +61,29 @@ class RunContext:
         self.policy.start_stage(stage.optimizer, stage.schedule, total_steps=total_steps)
         if progress.step and self.resumed_from is not None:
             self.checkpoints.load_optimizer(self.policy, self.resumed_from)
+        self.report_loaded()
 
     def begin_step(self, progress: Progress, step: int, *, phase: str) -> Meter:
         """The meter of step `step` (the first is 1) of the stage; its spans are phases of this rank."""
         self.phases.begin_step(stage_label(self.recipe.stages, progress.stage), step, phase)
         return Meter(entering=self.phases.enter)
 
+    def report_loaded(self) -> None:
+        """Say what the checkpoint gave that the run began with, once everything was taken from it."""
+        report = self.checkpoints.take_report()
+        if report is not None:
+            self.reporter.loaded(report)
+
     def finish_step(self, progress: Progress, metrics: Mapping[str, float], *, total: int) -> None:
         """Record a step, and save a checkpoint when one is due (always after the last step of a stage)."""
-        self.reporter.step(progress, metrics)
+        counts = {f"count/{name}": float(count) for name, count in progress.counts.items()}
+        self.reporter.step(progress, {**metrics, **counts})
         config = self.recipe.checkpoint
         if config and (progress.step % config.every_steps == 0 or progress.step == total):
             self.phases.enter("save")
             self.checkpoints.save(self.policy, progress.to_dict())
+        else:
+            self.checkpoints.poll()
+        if progress.step == total:
+            # the next stage begins with nothing of this one still on its way to the disk
+            self.checkpoints.finish()

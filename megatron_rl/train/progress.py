@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_rl.recipe.stages import SftStage, Stage
@@ -11,21 +11,50 @@ from megatron_rl.recipe.stages import SftStage, Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """`step` optimizer steps (SFT) or iterations (RL) of stage number `stage` are done."""
+    """`step` optimizer steps (SFT) or iterations (RL) of stage number `stage` are done.
+
+    What a checkpoint stores besides tensors and generators.
+    """
 
     stage: int = 0
     step: int = 0
-    sampler: Mapping[str, Any] = field(default_factory=dict)  # prompt cursors of an RL stage
+    # of an RL stage: per curriculum window the seed, epoch and position of its prompts
+    sampler: Mapping[str, Any] = field(default_factory=dict)
+    # of the whole run so far, by what is counted
+    counts: Mapping[str, int] = field(default_factory=dict)
+    weight_version: int = 0  # of the weights that the engines have
+    metric_step: int = 0     # of the last line in metrics.jsonl
 
-    def advanced(self, step: int, *, sampler: Mapping[str, Any] | None = None) -> Progress:
-        return replace(self, step=step, sampler=self.sampler if sampler is None else sampler)
+    def advanced(
+        self, step: int, *, sampler: Mapping[str, Any] | None = None, counts: Mapping[str, int] | None = None
+    ) -> Progress:
+        """After one more step, whose `counts` are added to those so far."""
+        summed = {
+            name: self.counts.get(name, 0) + (counts or {}).get(name, 0)
+            for name in [*self.counts, *(name for name in counts or {} if name not in self.counts)]
+        }
+        return replace(
+            self,
+            step=step,
+            sampler=self.sampler if sampler is None else sampler,
+            counts=summed,
+            metric_step=self.metric_step + 1,
+        )
+
+    def next_stage(self, stage: int) -> Progress:
+        """Before the first step of a later stage; counts and the metric step go on."""
+        return Progress(stage=stage, counts=self.counts, metric_step=self.metric_step)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"stage": self.stage, "step": self.step, "sampler": dict(self.sampler)}
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
     def global_step(self, stages: Sequence[Stage]) -> int:
         """Position on the step axis, which counts on over all stages."""
         return sum(stage_length(stage) for stage in stages[: self.stage]) + self.step
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def stage_length(stage: Stage) -> int:

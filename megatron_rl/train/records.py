@@ -22,6 +22,7 @@ from megatron_rl.train.files import append_whole, read_jsonl, to_json, write_ato
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
 PARITY_FILE = "parity.json"
+LOAD_FILE = "load.json"
 RECIPE_FILE = "recipe.resolved.yaml"
 ROLLOUTS = "rollouts"
 BOARD = "tensorboard"
@@ -123,6 +124,10 @@ class RunRecords:
     def write_recipe(self, text: str) -> None:
         """recipe.resolved.yaml."""
         self._replace(self.run_dir / RECIPE_FILE, text.encode("utf-8"))
+
+    def write_load(self, report: Mapping[str, Any]) -> None:
+        """load.json: what the checkpoint that the run began with gave."""
+        self._replace(self.run_dir / LOAD_FILE, to_json(self._clean(report), indent=1) + b"\n")
 
     def write_plan(self, plan: str) -> None:
         """plan.json: how weights travel from trainer ranks to engine ranks; `plan` is JSON text already."""

@@ -15,6 +15,7 @@ from typing import TextIO
 
 from megatron_rl.data.types import RolloutGroup
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.model.load_report import LoadReport
 from megatron_rl.recipe.load import LoadedRecipe, resolved_yaml
 from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.rollout.weight_sync import SyncResult
@@ -67,6 +68,12 @@ class Reporter:
     def say(self, text: str) -> None:
         """A line of its own on the console."""
         self._console.say(text)
+
+    def loaded(self, report: LoadReport) -> None:
+        """What a checkpoint gave, in one line and in full in load.json."""
+        self.say(report.line())
+        if self._records is not None:
+            self._records.write_load(report.to_json())
 
     def start_stage(self, progress: Progress) -> None:
         self._console.begin(

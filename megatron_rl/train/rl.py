@@ -6,12 +6,12 @@ from megatron_rl.recipe.stages import RlStage
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.progress import Progress
 from megatron_rl.train.rl_data import RlData
-from megatron_rl.train.rl_metrics import iteration_metrics, num_tokens
+from megatron_rl.train.rl_metrics import iteration_counts, iteration_metrics, num_tokens
 from megatron_rl.train.rl_session import RlSession
 from megatron_rl.train.updates import add_old_logprobs, apply_update, informative_groups, plan_updates
 
 
-def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunContext) -> None:
+def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunContext) -> Progress:
     """Maximise E[ sum_t f(r_t, A) / N ] with r_t = exp(log-prob now - log-prob before the iteration's updates).
 
     Three policies meet: the rollout policy (the engine, at the weights of the last transfer), the old policy (this
@@ -40,7 +40,10 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
 
             metrics = iteration_metrics(groups, kept, updates, steps, policy=policy) | transfer
             metrics |= meter.metrics(tokens=num_tokens(groups))
-            progress = progress.advanced(iteration + 1, sampler=session.sampler_state())
+            progress = progress.advanced(
+                iteration + 1, sampler=session.sampler_state(), counts=iteration_counts(groups, kept, steps)
+            )
             run.reporter.rollouts(progress, groups)
             metrics |= session.evaluate_if_due(iteration + 1)
             run.finish_step(progress, metrics, total=stage.iterations)
+    return progress

@@ -68,6 +68,20 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return metrics
 
 
+def iteration_counts(
+    groups: Sequence[RolloutGroup], kept: Sequence[RolloutGroup], steps: Sequence[object]
+) -> dict[str, int]:
+    """What one iteration adds to the counts of the run. A prompt is one group."""
+    ungraded = sum(not is_graded(group) for group in groups)
+    return {
+        "prompts": len(groups),
+        "rollouts": sum(len(group.rollouts) for group in groups),
+        "dropped_ungraded": ungraded,
+        "dropped_uninformative": len(groups) - ungraded - len(kept),
+        "updates": len(steps),
+    }
+
+
 def num_tokens(groups: Sequence[RolloutGroup]) -> int:
     """Prompt and response tokens of all rollouts."""
     return sum(

@@ -43,13 +43,17 @@ def run_training(loaded: LoadedRecipe, *, run_dir: Path, resume: bool, phases: P
         keep=recipe.checkpoint.keep if recipe.checkpoint else 1,
         rank=place.rank,
         recipe=recipe,
-        timeout_s=recipe.run.collective_timeout_s,
+        timeout_s=recipe.checkpoint.timeout_s if recipe.checkpoint else recipe.run.collective_timeout_s,
+        asynchronous=recipe.checkpoint is not None and recipe.checkpoint.asynchronous,
     )
     saved = checkpoints.latest() if resume else None
     progress = Progress(**saved.progress) if saved else Progress()
-    with Reporter(
-        run_dir, loaded, is_driver=place.rank == 0, resumed=progress if resume else None
-    ) as reporter:
+    with (
+        Reporter(
+            run_dir, loaded, is_driver=place.rank == 0, resumed=progress if resume else None
+        ) as reporter,
+        checkpoints,
+    ):
         reporter.say(f"run directory: {run_dir}")
         layout = _set_up_process(recipe, place)
         phases.enter("load")
@@ -57,6 +61,7 @@ def run_training(loaded: LoadedRecipe, *, run_dir: Path, resume: bool, phases: P
         if resume and saved is None:
             reporter.say(f"no checkpoint in {run_dir}: starting from the beginning")
         _run_stages(progress, run)
+        checkpoints.finish()
         phases.enter("export")
         _export(run)
         phases.enter("stop")
@@ -74,17 +79,19 @@ def _run_stages(progress: Progress, run: RunContext) -> None:
     ]
     if not remaining:
         run.reporter.say("nothing is left to train: every step of every stage is done; writing the model again")
+        run.report_loaded()
     run.phases.enter("data")
     data = {index: _load_data(index, run) for index in remaining}
     for index in remaining:
-        start = progress if index == progress.stage else Progress(stage=index)
+        if index != progress.stage:
+            progress = progress.next_stage(index)
         stage, stage_data = stages[index], data.pop(index)
         if isinstance(stage, SftStage):
             assert isinstance(stage_data, SftData)
-            run_sft(stage, stage_data, start, run)
+            progress = run_sft(stage, stage_data, progress, run)
         else:
             assert not isinstance(stage_data, SftData)
-            run_rl(stage, stage_data, start, run)
+            progress = run_rl(stage, stage_data, progress, run)
 
 
 def _load_data(index: int, run: RunContext) -> SftData | RlData | None:
@@ -155,6 +162,7 @@ def _open_run(
     if saved is not None:
         # before any optimizer: it copies the weights
         checkpoints.load_model(policy, saved)
+        checkpoints.load_generators(policy, saved)
         reporter.say(f"resuming from {saved.path}")
     elif recipe.model.checkpoint is not None:
         start = find_checkpoint(Path(recipe.model.checkpoint))

@@ -14,7 +14,7 @@ from megatron_rl.train.metrics import merge
 from megatron_rl.train.progress import Progress
 
 
-def run_sft(stage: SftStage, data: SftData, progress: Progress, run: RunContext) -> None:
+def run_sft(stage: SftStage, data: SftData, progress: Progress, run: RunContext) -> Progress:
     """Minimise the mean negative log-likelihood of assistant tokens, mean over the whole global batch.
 
     Every rank reads the same samples and keeps its dp share, so the normaliser needs no communication.
@@ -35,4 +35,6 @@ def run_sft(stage: SftStage, data: SftData, progress: Progress, run: RunContext)
         tokens = sum(sample.packed_length for sample in samples)
         metrics |= {"sft/grad_norm": stats.grad_norm, "optim/lr": stats.lr, "sft/tokens": float(tokens)}
         metrics |= meter.metrics(tokens=tokens)
-        run.finish_step(progress.advanced(step + 1), metrics, total=stage.steps)
+        progress = progress.advanced(step + 1, counts={"samples": len(samples), "tokens": tokens})
+        run.finish_step(progress, metrics, total=stage.steps)
+    return progress

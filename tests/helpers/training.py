@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_rl.data.types import TrainSample
@@ -34,6 +35,8 @@ class Run:
     ep: int = 1
     etp: int | None = None
     dtype: str = "float32"
+    asynchronous: bool = False
+    timeout_s: float = 20.0
 
     def layout(self, world_size: int) -> ParallelLayout:
         return ParallelLayout.for_world(
@@ -76,7 +79,10 @@ class Session:
         self.rank, self.root = rank, run.root
         self.layout = run.layout(world_size)
         self.recipe = recipe_of(run)
-        self.store = CheckpointStore(Path(run.root), keep=2, rank=rank, recipe=self.recipe, timeout_s=20)
+        self.store = CheckpointStore(
+            Path(run.root), keep=2, rank=rank, recipe=self.recipe, timeout_s=run.timeout_s,
+            asynchronous=run.asynchronous,
+        )  # fmt: skip
         config = ModelConfig(hf_path=run.hf_path, dtype=run.dtype, spec="local")
         self.policy = Policy(config, ModelSpec.from_hf(run.hf_path), self.layout, rank=rank)
 
@@ -90,11 +96,13 @@ class Session:
         assert saved is not None
         assert saved.progress == SAVED_AT
         self.store.load_model(self.policy, saved)
+        self.store.load_generators(self.policy, saved)
         self.start_stage()
         self.store.load_optimizer(self.policy, saved)
 
     def train(self, first: int, last: int) -> dict[str, Any]:
-        """Loss, gradient norm and learning rate of each step, and a digest of this rank's weights after."""
+        """Loss, gradient norm and learning rate of each step; after them a digest of this rank's weights, and what
+        its generators draw."""
         from megatron_rl.algo.losses import sft_loss
         from megatron_rl.train.batches import local_batches
 
@@ -110,7 +118,7 @@ class Session:
             loss = sum(metric.value * metric.weight for metric in losses) / tokens
             stats = self.policy.optimizer_step()
             steps.append((loss, stats.grad_norm, stats.lr))
-        return {"steps": steps, "weights": self.digest()}
+        return {"steps": steps, "weights": self.digest(), "draws": draws()}
 
     def digest(self) -> str:
         digest = hashlib.sha256()
@@ -118,3 +126,12 @@ class Session:
             for name, value in chunk.items():
                 digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def draws() -> list[float]:
+    """One number of every generator."""
+    from megatron_rl.model.generators import generator_states
+
+    tracker = generator_states()["megatron_core"]
+    held = hashlib.sha256(repr(sorted(tracker.items())).encode()).hexdigest()
+    return [random.random(), float(np.random.rand()), float(torch.rand(())), int(held[:12], 16)]

@@ -15,15 +15,14 @@ import pytest
 from megatron_rl.errors import CheckpointError
 from megatron_rl.model.checkpoint_files import (
     SavedState,
-    check_same_model,
-    check_same_recipe,
     find_latest,
-    flat_recipe,
+    inventory,
     publish_checkpoint,
     remove_leftovers,
     retain_newest,
     start_checkpoint,
 )
+from megatron_rl.model.checkpoint_match import check_same_model, check_same_recipe, flat_recipe, recipe_digest
 from megatron_rl.recipe.schema import CheckpointConfig, LayoutConfig, ModelConfig, Recipe, RunConfig
 from megatron_rl.recipe.stages import OptimizerConfig, SftStage
 
@@ -40,9 +39,21 @@ def publish(root: Path, *, stage: int = 0, step: int, **progress: Any) -> Path:
     progress = {"stage": stage, "step": step, **progress}
     directory = start_checkpoint(root, f"stage_{stage}_step_{step:06d}")
     write_tensors(directory)
-    recipe = flat_recipe(RECIPE)
-    return publish_checkpoint(
-        directory, progress=progress, optimizer_steps=step, recipe=recipe, model=MODEL, versions={"torch": "2"}
+    saved = state(directory, progress, steps=step)
+    return publish_checkpoint(replace(saved, files=inventory(directory)), versions={"torch": "2"})
+
+
+def state(path: Path, progress: dict[str, Any], *, steps: int = 10, recipe: Recipe = RECIPE) -> SavedState:
+    flat = flat_recipe(recipe)
+    return SavedState(
+        path=path,
+        progress=progress,
+        optimizer_steps=steps,
+        recipe=flat,
+        recipe_digest=recipe_digest(flat, stage=progress["stage"]),
+        model=MODEL,
+        layout={"tp": 1},
+        files={},
     )
 
 
@@ -68,13 +79,10 @@ def test_latest_is_none_before_the_first_checkpoint(tmp_path: Path) -> None:
 
 def test_latest_gives_back_what_was_saved(tmp_path: Path) -> None:
     path = publish(tmp_path, stage=1, step=20, sampler={"cursors": [3, 4], "share": 0.1})
-    assert latest(tmp_path) == SavedState(
-        path=path,
-        progress={"stage": 1, "step": 20, "sampler": {"cursors": [3, 4], "share": 0.1}},
-        optimizer_steps=20,
-        recipe=flat_recipe(RECIPE),
-        model=MODEL,
-    )
+    progress = {"stage": 1, "step": 20, "sampler": {"cursors": [3, 4], "share": 0.1}}
+    files = inventory(path)
+    del files["state.json"]
+    assert latest(tmp_path) == replace(state(path, progress, steps=20), files=files)
     assert path == tmp_path / "stage_1_step_000020"
 
 
@@ -148,8 +156,8 @@ class KilledWhileWritten(dict[str, str]):
 def save_until_killed(root: Path) -> None:
     directory = start_checkpoint(root, "stage_0_step_000020")
     write_tensors(directory)
-    progress, fatal = {"stage": 0, "step": 20}, KilledWhileWritten(torch="2")
-    publish_checkpoint(directory, progress=progress, optimizer_steps=20, recipe={}, model={}, versions=fatal)
+    saved = replace(state(directory, {"stage": 0, "step": 20}), files=inventory(directory))
+    publish_checkpoint(saved, versions=KilledWhileWritten(torch="2"))
 
 
 def test_a_process_killed_before_publishing_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
@@ -172,10 +180,7 @@ def test_a_process_killed_before_the_first_latest_leaves_its_checkpoint(tmp_path
 
 
 def saved_by(recipe: Recipe, *, stage: int = 0) -> SavedState:
-    return SavedState(
-        path=Path(f"run/stage_{stage}_step_000010"), progress={"stage": stage, "step": 10}, optimizer_steps=10,
-        recipe=flat_recipe(recipe), model=MODEL,
-    )  # fmt: skip
+    return state(Path(f"run/stage_{stage}_step_000010"), {"stage": stage, "step": 10}, recipe=recipe)
 
 
 def test_another_recipe_is_an_error_that_lists_every_key() -> None:
