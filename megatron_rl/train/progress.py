@@ -26,7 +26,12 @@ class Progress:
     metric_step: int = 0     # of the last line in metrics.jsonl
 
     def advanced(
-        self, step: int, *, sampler: Mapping[str, Any] | None = None, counts: Mapping[str, int] | None = None
+        self,
+        step: int,
+        *,
+        sampler: Mapping[str, Any] | None = None,
+        counts: Mapping[str, int] | None = None,
+        weight_version: int = 0,
     ) -> Progress:
         """After one more step, whose `counts` are added to those so far."""
         summed = {
@@ -38,6 +43,7 @@ class Progress:
             step=step,
             sampler=self.sampler if sampler is None else sampler,
             counts=summed,
+            weight_version=weight_version,
             metric_step=self.metric_step + 1,
         )
 

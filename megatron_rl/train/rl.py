@@ -41,7 +41,10 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
             metrics = iteration_metrics(groups, kept, updates, steps, policy=policy) | transfer
             metrics |= meter.metrics(tokens=num_tokens(groups))
             progress = progress.advanced(
-                iteration + 1, sampler=session.sampler_state(), counts=iteration_counts(groups, kept, steps)
+                iteration + 1,
+                sampler=session.sampler_state(),
+                counts=iteration_counts(groups, kept, steps),
+                weight_version=policy.optimizer.num_steps,
             )
             run.reporter.rollouts(progress, groups)
             metrics |= session.evaluate_if_due(iteration + 1)

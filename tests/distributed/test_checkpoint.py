@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -100,32 +102,64 @@ def save_again(here: Session, root: str) -> None:
     store.save(here.policy, SAVED_AT)
 
 
-def load_damaged(here: Session, damaged: list[Path]) -> list[str]:
+def load_damaged(here: Session, copies: Path) -> dict[str, str]:
     """What this rank is told about each of the damaged copies of a checkpoint."""
     saved = here.store.latest()
     assert saved is not None
     if here.rank == 0:
-        damage_copies(saved.path, damaged)
+        for name, damage in DAMAGE.items():
+            shutil.copytree(saved.path, copies / name)
+            damage(copies / name / "optimizer")
     torch.distributed.barrier()
     here.start_stage()
-    told = []
-    for path in damaged:
-        files = saved.files if path.name != "other" else inventory(path)
+    told = {}
+    for name in DAMAGE:
+        copy = replace(saved, path=copies / name)
+        if name in WELL_SIGNED:
+            copy = replace(copy, files=inventory(copy.path))
         with pytest.raises(CheckpointError) as caught:
-            here.store.load_optimizer(here.policy, replace(saved, path=path, files=files))
-        told.append(str(caught.value))
+            here.store.load_optimizer(here.policy, copy)
+        told[name] = str(caught.value)
     return told
 
 
-def damage_copies(saved: Path, copies: list[Path]) -> None:
-    """The checkpoint without its optimizer, with the model in its place, and with zeros for tensors."""
-    for copy in copies:
-        shutil.copytree(saved, copy)
-    for copy in copies[:2]:
-        shutil.rmtree(copy / "optimizer")
-    shutil.copytree(saved / "model", copies[1] / "optimizer")
-    for file in copies[2].glob("optimizer/*.distcp"):
-        file.write_bytes(bytes(file.stat().st_size))
+def put_the_model_in_its_place(optimizer: Path) -> None:
+    shutil.rmtree(optimizer)
+    shutil.copytree(optimizer.parent / "model", optimizer)
+
+
+def flip_a_bit(optimizer: Path) -> None:
+    file = optimizer / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def forget_a_tensor(optimizer: Path) -> None:
+    index = pickle.loads((optimizer / ".metadata").read_bytes())
+    del index.state_dict_metadata[MOMENT]
+    (optimizer / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def reshape_a_tensor(optimizer: Path) -> None:
+    index = pickle.loads((optimizer / ".metadata").read_bytes())
+    index.state_dict_metadata[MOMENT].size = torch.Size([7])
+    (optimizer / ".metadata").write_bytes(pickle.dumps(index))
+
+
+MOMENT = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "absent": shutil.rmtree,
+    "shardless": lambda optimizer: (optimizer / "__1_0.distcp").unlink(),
+    "indexless": lambda optimizer: (optimizer / ".metadata").unlink(),
+    "flipped": flip_a_bit,
+    "never written": shutil.rmtree,
+    "other": put_the_model_in_its_place,
+    "forgotten": forget_a_tensor,
+    "reshaped": reshape_a_tensor,
+}
+# those whose files are what their state file says
+WELL_SIGNED = ("never written", "other", "forgotten", "reshaped")
 
 
 def load_into_another_model(here: Session) -> str:
@@ -211,7 +245,7 @@ def on_two(
     jobs: dict[str, Job] = {
         "dp2": (train_save_train, dp2, []),
         "dp2 again": (resume_train, dp2, []),
-        "damaged": (load_damaged, dp2, [[root / "absent", root / "other", root / "garbled"]]),
+        "damaged": (load_damaged, dp2, [root / "damaged"]),
         "other model": (load_into_another_model, replace(dp2, hf_path=models["fewer words"]), []),
         "to dp2": (resume_train, replace(run, tp=1, pp=1), []),
         "to tp2 sp": (resume_train, replace(run, pp=1, sp=True), []),
@@ -271,12 +305,27 @@ def test_a_checkpoint_that_passed_through_vpp2_is_the_same_checkpoint(on_two: di
     assert on_two["through vpp2"] == on_two["to pp2"]
 
 
-def test_other_optimizers_and_models_are_refused_by_name_on_every_rank(on_two: dict[str, Any]) -> None:
-    for absent, other, garbled in on_two["damaged"]:
-        assert "absent/optimizer failed: " in absent
-        assert "missing optimizer.state.exp_avg.decoder.final_layernorm.weight" in other
-        assert "unexpected decoder.final_layernorm.weight" in other
-        assert "garbled/optimizer/__" in garbled and "was changed after it was saved" in garbled
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("absent", r"FileNotFoundError: .*absent/optimizer/"),
+        ("shardless", r"FileNotFoundError: .*shardless/optimizer/__1_0\.distcp"),
+        ("indexless", r"FileNotFoundError: .*indexless/optimizer/\.metadata"),
+        ("flipped", r"flipped/optimizer/__1_0\.distcp: was changed after it was saved: its sha256 is \w{64}, must be"),
+        ("never written", "never written: holds no optimizer, after 3 optimizer steps"),
+        ("other", r"missing optimizer\.state\.exp_avg\..* unexpected .*decoder\.final_layernorm\.weight"),
+        ("forgotten", f"missing {re.escape(MOMENT)}; it belongs"),
+        ("reshaped", rf"wrong shape {re.escape(MOMENT)} \[7\], must be \[64\]"),
+    ],
+)
+def test_a_damaged_optimizer_is_refused_by_name_on_every_rank(
+    on_two: dict[str, Any], damage: str, words: str
+) -> None:
+    for told in on_two["damaged"]:
+        assert re.search(words, told[damage]), told[damage]
+
+
+def test_another_model_is_refused_by_its_numbers_on_every_rank(on_two: dict[str, Any]) -> None:
     for message in on_two["other model"]:
         assert f"{NAME}: holds another model than model.hf_path (vocab_size: was 251, is 200)" in message
 

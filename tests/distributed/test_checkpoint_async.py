@@ -25,7 +25,7 @@ from tests.helpers.models import make_tiny_hf
 from tests.helpers.processes import wait_for
 from tests.helpers.training import SAVED_AT, STEPS, Run, Session
 
-WAIT_S = 15.0  # checkpoint.timeout_s of the runs that must hear of a writer in time
+WAIT_S = 10.0  # checkpoint.timeout_s of the runs that must hear of a writer in time
 
 
 def train_save_train(here: Session) -> tuple[dict[str, Any], list[str]]:
