@@ -93,13 +93,13 @@ def _train(args: argparse.Namespace) -> int:
     launcher.enter_rank()
     phases = PhaseFile(run_dir, rank.rank if rank else 0)
 
-    from megatron_rl.platform.quiet import silence_library_warnings
+    from megatron_rl.platform.loading import loading_libraries
 
-    silence_library_warnings()
-    from megatron_rl.platform.device import import_megatron
+    with loading_libraries():
+        from megatron_rl.platform.device import import_megatron
 
-    import_megatron()
-    from megatron_rl.train.run import run_training
+        import_megatron()
+        from megatron_rl.train.run import run_training
 
     run_training(loaded, run_dir=run_dir, resume=args.resume, phases=phases)
     return 0

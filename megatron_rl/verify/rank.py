@@ -27,9 +27,12 @@ def main(path: str) -> int:
     assert place is not None, "started by the command alone"
     launcher.enter_rank()
     try:
-        from megatron_rl.platform.quiet import silence_library_warnings
+        from megatron_rl.platform.loading import loading_libraries
 
-        silence_library_warnings()
+        with loading_libraries():
+            from megatron_rl.platform.device import import_megatron
+
+            import_megatron()
         # written by the parent of this process a moment ago
         _run(pickle.loads(Path(path).read_bytes()), place.rank)
         return 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 # first: how Triton's kernels run is decided when it is imported
 import tests.conftest
-from megatron_rl.platform.device import import_megatron
-from megatron_rl.platform.quiet import silence_library_warnings
+from megatron_rl.platform.loading import loading_libraries
 
-silence_library_warnings()
-import_megatron()
+with loading_libraries():
+    from megatron_rl.platform.device import import_megatron
 
-import megatron_rl.train.run  # noqa: E402, F401
-import tests.helpers.transfer  # noqa: E402, F401
+    import_megatron()
+    import megatron_rl.train.run  # noqa: F401
+    import tests.helpers.transfer  # noqa: F401
