@@ -139,7 +139,7 @@ class Bench:
         publishing = 0.0
         while store.is_saving:
             time.sleep(0.01)
-            publishing = timed(store.poll)
+            publishing += timed(store.poll)
         behind = time.perf_counter() - began
         return {"async": copying + publishing, "async copy": copying, "async publish": publishing, "behind": behind}
 

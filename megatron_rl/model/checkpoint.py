@@ -8,6 +8,7 @@ third and fourth come at a later step.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -39,11 +40,12 @@ from megatron_rl.model.checkpoint_shards import Trainable, model_state, owned_mo
 from megatron_rl.model.checkpoint_writer import Written, write_verified
 from megatron_rl.model.generators import generator_states
 from megatron_rl.model.load_report import LoadReport
-from megatron_rl.model.together import Together, bounded
+from megatron_rl.model.together import Background, Together
 from megatron_rl.recipe.schema import Recipe
 
 __all__ = ["CheckpointStore", "SavedState", "Trainable"]
 
+_TRIES = 20  # to remove what others may still write into
 _INTACT = "; nothing was published, earlier checkpoints are intact"
 
 Entries = dict[str, tuple[Entry, ...]]  # of this rank's file in each directory
@@ -73,8 +75,10 @@ class CheckpointStore:
         self._asynchronous = asynchronous
         self._writer: WriterProcess | None = None
         self._staging = StagingBuffer()
-        # a save that is being written; its files are not known yet
+        # a save that is being written, its files not known yet; then, on rank 0, what publishes it
         self._pending: SavedState | None = None
+        self._is_written = False
+        self._publishing: Background[None] | None = None
         self._entries: list[Entries] = []  # of every rank, as they were last planned
         self._index: dict[str, tuple[bytes, Metadata]] = {}  # of each directory; on rank 0
         self._report: LoadReport | None = None
@@ -96,8 +100,7 @@ class CheckpointStore:
             self._writer = None
         self._staging.close()
         if self._pending is not None:
-            self._pending = None
-            self._clean_up()
+            self._forget()
 
     def latest(self) -> SavedState | None:
         """The checkpoint to resume from, None where none was published. Not collective.
@@ -128,7 +131,8 @@ class CheckpointStore:
             if self._asynchronous:
                 self._run("copying state", lambda: self._submit(contents))
             else:
-                self._publish(self._run("writing", lambda: self._write(contents)))
+                self._start_publishing(self._run("writing", lambda: self._write(contents)))
+                self._advance()
         except BaseException:
             self._give_up()
             raise
@@ -139,23 +143,21 @@ class CheckpointStore:
         return self._pending is not None
 
     def poll(self) -> None:
-        """Publish the save that is being written once every rank's part is. Waits for no writer. Collective."""
+        """Take the save that is being written a phase further if every rank is ready; waits for no disk. Collective."""
         if self._pending is None:
             return
-        assert self._writer is not None
-        if self._together.agree("asking the writers", is_ready=self._writer.is_settled()):
-            self.finish()
+        if self._is_written:
+            is_ready = self._publishing is None or self._publishing.is_done()
+        else:
+            assert self._writer is not None
+            is_ready = self._writer.is_settled()
+        if self._together.agree("asking the writers", is_ready=is_ready):
+            self._advance()
 
     def finish(self) -> None:
-        """Wait for the save that is being written, if any, and publish it. Collective."""
-        if self._pending is None:
-            return
-        assert self._writer is not None
-        try:
-            self._publish(self._run("writing", self._writer.result))
-        except BaseException:
-            self._give_up()
-            raise
+        """Wait for the save that is being written, if any, until it is published. Collective."""
+        while self._pending is not None:
+            self._advance()
 
     def load_model(self, policy: Trainable, saved: SavedState) -> None:
         """Fill the model chunks from a checkpoint of any layout. Collective.
@@ -251,7 +253,7 @@ class CheckpointStore:
                 for name, pieces in contents.items()
             }
 
-        return bounded(write, timeout_s=self._together.timeout_s, what=f"writing {directory}")
+        return Background(write, what=f"writing {directory}").result(self._together.timeout_s)
 
     def _submit(self, contents: Contents) -> None:
         assert self._pending is not None
@@ -265,23 +267,43 @@ class CheckpointStore:
         self._writer = WriterProcess(rank=self._rank)
         return self._writer
 
-    def _publish(self, written: Sequence[Mapping[str, Written] | None]) -> None:
-        """`written` are the files of every rank."""
+    def _advance(self) -> None:
+        """The next phase of the save that is being written, and the wait for it."""
+        try:
+            if not self._is_written:
+                assert self._writer is not None
+                self._start_publishing(self._run("writing", self._writer.result))
+            else:
+                self._run("publishing", self._wait_for_publishing, rank=0)
+                self._pending, self._publishing, self._is_written = None, None, False
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _start_publishing(self, written: Sequence[Mapping[str, Written] | None]) -> None:
+        """In a thread of rank 0: renaming takes no time, but waiting for the disk and deleting old files do.
+
+        `written` are the files of every rank.
+        """
         assert self._pending is not None
-        saved = self._pending
         recorded = {
             name: Recorded(file.num_bytes, file.sha256)
             for of_rank in written
             for name, file in (of_rank or {}).items()
         }
-        self._run("publishing", lambda: self._publish_files(saved, recorded), rank=0)
-        self._pending = None
+        complete = replace(self._pending, files=recorded)
+        self._is_written = True
+        if self._rank == 0:
+            self._publishing = Background(lambda: self._publish(complete), what=f"publishing {complete.path}")
 
-    def _publish_files(self, saved: SavedState, recorded: Mapping[str, Recorded]) -> None:
+    def _wait_for_publishing(self) -> None:
+        assert self._publishing is not None
+        self._publishing.result(self._together.timeout_s)
+
+    def _publish(self, complete: SavedState) -> None:
         for part, (_, meant) in self._index.items():
-            sizes = {Path(n).name: file.num_bytes for n, file in recorded.items() if n.startswith(f"{part}/")}
-            check_index(saved.path / part, meant, sizes)
-        complete = replace(saved, files=dict(recorded))
+            sizes = {Path(n).name: f.num_bytes for n, f in complete.files.items() if n.startswith(f"{part}/")}
+            check_index(complete.path / part, meant, sizes)
         files.publish_checkpoint(
             complete, versions={package: version(package) for package in ("torch", "megatron-core")}
         )
@@ -289,17 +311,31 @@ class CheckpointStore:
 
     def _give_up(self) -> None:
         """After a failure: no writer goes on, nothing of the save stays."""
-        self._pending = None
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        self._clean_up()
+        self._forget()
 
-    def _clean_up(self) -> None:
+    def _forget(self) -> None:
+        # what has begun to be published becomes a checkpoint
+        if self._publishing is not None:
+            with suppress(Exception):
+                self._publishing.result(self._together.timeout_s)
+        self._pending, self._publishing, self._is_written = None, None, False
         if self._rank == 0:
-            # the failure that led here is the one to report
-            with suppress(OSError):
-                files.remove_leftovers(self._root)
+            _remove_leftovers(self._root)
+
+
+def _remove_leftovers(root: Path) -> None:
+    """As far as it goes: the failure that led here is the one to report."""
+    for _ in range(_TRIES):
+        try:
+            files.remove_leftovers(root)
+        except OSError:
+            # a writer that is just being ended may still have made a file
+            time.sleep(0.05)
+        else:
+            return
 
 
 def _owned_files(policy: Trainable) -> dict[str, RankFile]:

@@ -86,15 +86,17 @@ def start_checkpoint(root: Path, name: str) -> Path:
 def publish_checkpoint(saved: SavedState, *, versions: Mapping[str, str]) -> Path:
     """Complete the checkpoint that was written into `saved.path`, give it its name, and make it the latest.
 
-    Everything is on the disk before the rename, so a checkpoint with a name is a complete one. Raises
-    CheckpointError, and publishes nothing, for a directory that does not hold exactly `saved.files`.
+    Its files were fsynced by those who wrote them. Everything is on the disk before the rename, so a checkpoint with
+    a name is a complete one. Raises CheckpointError, and publishes nothing, for a directory that does not hold
+    exactly `saved.files`.
     """
     directory = saved.path
     root, name = directory.parent, checkpoint_name(saved.progress)
     write_state(saved, versions=versions)
-    for path in sorted(directory.rglob("*")):
+    # the other files are on the disk already
+    sync(directory / STATE_FILE)
+    for path in [*sorted(path for path in directory.rglob("*") if path.is_dir()), directory]:
         sync(path)
-    sync(directory)
     _check_complete(saved)
     if (root / name).exists():
         # left over from before the run was taken back to an earlier checkpoint

@@ -25,7 +25,7 @@ from megatron_rl.model.checkpoint_tensors import read_sharded
 from megatron_rl.model.checkpoint_writer import file_digest
 from megatron_rl.model.generators import seed_generators, set_generator_states
 from megatron_rl.model.load_report import LoadReport
-from megatron_rl.model.together import Together, bounded
+from megatron_rl.model.together import Background, Together
 
 # what megatron-core's loader is told of the optimizer's tensors
 _OPTIMIZER_FORMAT = {
@@ -119,7 +119,7 @@ def _verify(saved: SavedState, part: str, together: Together, report: LoadReport
                 )
 
     what = f"reading {saved.path / part}"
-    together.run(what, lambda: bounded(check, timeout_s=together.timeout_s, what=what))
+    together.run(what, lambda: Background(check, what=what).result(together.timeout_s))
     report.verified["files"] += len(digests)
     report.verified["bytes"] += sum(recorded.num_bytes for recorded in digests.values())
     report.verified["seconds"] += time.monotonic() - began

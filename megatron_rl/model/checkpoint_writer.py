@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_CHUNK_BYTES = 4 << 20
-_AHEAD = 8  # chunks that were written and wait for their digest
+_CHUNK_BYTES = 16 << 20
+_AHEAD = 4  # chunks that were written and wait for their digest
 _MESSAGE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -81,25 +81,35 @@ class Together:
         )
 
 
-def bounded(action: Callable[[], T], *, timeout_s: float, what: str) -> T:
-    """Run `action` in a thread; raises TimeoutError when it is not done in time, and what it raises itself.
+class Background(Generic[T]):
+    """Something that a thread does; `what` it is called where it takes too long.
 
     A disk or a file server that does not answer must not hold its caller for ever.
     """
-    results: list[T] = []
-    failures: list[BaseException] = []
 
-    def run() -> None:
+    def __init__(self, action: Callable[[], T], *, what: str) -> None:
+        self._what = what
+        self._results: list[T] = []
+        self._failures: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, args=(action,), daemon=True)
+        self._thread.start()
+
+    def _run(self, action: Callable[[], T]) -> None:
         try:
-            results.append(action())
+            self._results.append(action())
         except BaseException as error:
-            failures.append(error)
+            self._failures.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if failures:
-        raise failures[0]
-    if not results:
-        raise TimeoutError(f"{what} took longer than {timeout_s:g} s; is the file system answering?")
-    return results[0]
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self, timeout_s: float) -> T:
+        """Raises TimeoutError when it is not done in time, and what it raised itself."""
+        self._thread.join(timeout_s)
+        if self._failures:
+            raise self._failures[0]
+        if not self._results:
+            raise TimeoutError(
+                f"{self._what} took longer than {timeout_s:g} s; is the file system answering?"
+            )
+        return self._results[0]

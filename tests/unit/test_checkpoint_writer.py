@@ -19,7 +19,7 @@ import torch
 from megatron_rl.errors import CheckpointError
 from megatron_rl.model.checkpoint_process import StagingBuffer, WriterProcess
 from megatron_rl.model.checkpoint_writer import NotAsWritten, Written, file_digest, write_verified
-from megatron_rl.model.together import bounded
+from megatron_rl.model.together import Background
 from tests.helpers.full_disk import files_limited_to, process_files_limited_to
 from tests.helpers.processes import wait_for
 
@@ -68,7 +68,7 @@ def test_a_full_disk_is_an_error_naming_the_file(tmp_path: Path) -> None:
 def test_a_wait_for_a_disk_that_does_not_answer_is_bounded() -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"writing took longer than 0\.2 s"):
-        bounded(lambda: time.sleep(20), timeout_s=0.2, what="writing")
+        Background(lambda: time.sleep(20), what="writing").result(0.2)
     assert time.monotonic() - began < 10
 
 
