@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.arguments import positive_int
-from megatron_rl.verify.layouts import is_layout_text
+from megatron_rl.verify.layouts import is_override
 
 _PROOFS = "exit code 0: proven, 1: refuted, 2: could not be run, for the reason printed"
 _SubParsers = argparse._SubParsersAction
@@ -70,8 +70,8 @@ def _layout(args: argparse.Namespace) -> int:
     from megatron_rl.verify.layout import verify_layout
 
     # overrides behind the layouts look like one to argparse
-    args.overrides = [*args.overrides, *(text for text in args.layouts if not is_layout_text(text))]
-    args.layouts = [text for text in args.layouts if is_layout_text(text) or "=" not in text]
+    args.overrides = [*args.overrides, *filter(is_override, args.layouts)]
+    args.layouts = [text for text in args.layouts if not is_override(text)]
     return verify_layout(args)
 
 

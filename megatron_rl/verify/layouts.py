@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.errors import LayoutError
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.recipe.schema import LayoutConfig
+from megatron_rl.recipe.schema import LayoutConfig, Recipe
 from megatron_rl.verify.table import columns
 
 # float32 sums in another order. A gradient tensor is off by 1e-6 of its largest element on models of a few layers;
@@ -26,9 +26,10 @@ EXPERT_DEFAULTS = ("tp=2,sp", "pp=2", "dp=2", "dp=2,ep=2")
 _NAMES = tuple(field.name for field in fields(ParallelLayout))
 
 
-def is_layout_text(text: str) -> bool:
-    """Whether `text` speaks of degrees, and is not an override that follows them on the command line."""
-    return all(part.partition("=")[0].strip() in _NAMES for part in text.split(","))
+def is_override(text: str) -> bool:
+    """Whether `text`, found behind layouts on the command line, is an override of the recipe."""
+    key = text.partition("=")[0]
+    return "." in key or key in [field.name for field in fields(Recipe)]
 
 
 def parse_layout(text: str) -> ParallelLayout:

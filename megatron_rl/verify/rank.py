@@ -42,6 +42,9 @@ def main(path: str) -> int:
     except MegatronRLError as error:
         launcher.report_failure(str(error), exit_code=NOT_RUN)
         return NOT_RUN
+    except KeyboardInterrupt:
+        # the parent says so
+        return 130
     except Exception:
         launcher.report_failure(traceback.format_exc(), exit_code=1)
         return 1

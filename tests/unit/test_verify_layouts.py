@@ -15,7 +15,7 @@ from megatron_rl.verify.layout import report
 from megatron_rl.verify.layouts import (
     Measurement,
     TensorGap,
-    is_layout_text,
+    is_override,
     layout_config,
     layout_text,
     parse_layout,
@@ -50,8 +50,9 @@ def test_a_layout_that_does_not_exist_is_an_error_that_says_so(text: str) -> Non
 
 
 def test_overrides_behind_the_layouts_are_told_from_them() -> None:
-    assert is_layout_text("tp=2,sp") and is_layout_text("dp=2")
-    assert not is_layout_text("run.seed=3") and not is_layout_text("name=x")
+    assert is_override("run.seed=3") and is_override("name=x") and is_override("layout={tp: 2}")
+    # a mistyped degree is told of as one
+    assert not is_override("tp=2,sp") and not is_override("tq=2")
 
 
 def test_a_gap_within_rounding_is_no_fault() -> None:
