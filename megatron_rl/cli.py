@@ -21,8 +21,9 @@ from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
 from megatron_rl.recipe.summary import summary_data, summary_table
 from megatron_rl.train import launcher
-from megatron_rl.train.phases import PhaseFile
+from megatron_rl.train.rank_process import RankProcess, is_launched, rank_environment, report_failure
 from megatron_rl.train.run_dir import LOGS, choose_run_dir, make_run_dir
+from megatron_rl.train.stopping import REASONS, STOPPED, STOPPED_FILE, Stopped, forget_requests, write_stopped
 from megatron_rl.verify.arguments import add_verify
 
 LOST_PEER, USER_ERROR, INTERRUPTED = 1, 2, 130
@@ -38,25 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except LostPeerError as error:
         # a consequence: the rank that stopped has the cause, and its report comes first
-        if not launcher.report_failure(str(error), exit_code=LOST_PEER):
+        if not report_failure(str(error), exit_code=LOST_PEER, is_consequence=True):
             print(f"error: {error}", file=sys.stderr)
         return LOST_PEER
     except MegatronRLError as error:
         return _user_error(str(error))
     except KeyboardInterrupt:
-        if not launcher.is_launched():
+        if not is_launched():
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         if isinstance(error, OSError) and (error.filename is not None or error.errno in _DISK_ERRORS):
             return _user_error(_about_a_file(error))
-        if not launcher.report_failure(traceback.format_exc(), exit_code=1):
+        if not report_failure(traceback.format_exc(), exit_code=1):
             raise
         return 1
 
 
 def _user_error(message: str) -> int:
-    if not launcher.report_failure(message, exit_code=USER_ERROR):
+    if not report_failure(message, exit_code=USER_ERROR):
         print(f"error: {message}", file=sys.stderr)
     return USER_ERROR
 
@@ -71,10 +72,10 @@ def _about_a_file(error: OSError) -> str:
 
 def _train(args: argparse.Namespace) -> int:
     loaded = load_recipe(args.recipe, args.overrides)
-    rank = launcher.rank_environment()
+    rank = rank_environment()
     if rank is None:
         world_size = args.nproc or smallest_world(loaded.recipe)
-    elif args.nproc is not None and not launcher.is_launched():
+    elif args.nproc is not None and not is_launched():
         raise MegatronRLError("--nproc: not allowed under torchrun, which has started the ranks already")
     else:
         world_size = rank.world_size
@@ -86,23 +87,55 @@ def _train(args: argparse.Namespace) -> int:
     if rank is None or rank.rank == 0:
         run_dir = choose_run_dir(args.run_dir, name=loaded.recipe.name, resume=args.resume)
         make_run_dir(run_dir)
+        if not is_launched():
+            forget_requests(run_dir)
+    # without checkpoints there is nothing to reach a step border for
+    stop_grace_s = loaded.recipe.run.stop_grace_s if loaded.recipe.checkpoint else None
     if rank is None and world_size > 1:
         command = [sys.executable, "-m", "megatron_rl", "train", args.recipe, "--run-dir", str(run_dir)]
         command += ["--resume"] * args.resume + args.overrides
-        return launcher.launch_local(command, nproc=world_size, log_dir=run_dir / LOGS)
-    launcher.enter_rank()
-    phases = PhaseFile(run_dir, rank.rank if rank else 0)
+        return launcher.launch_local(
+            command,
+            nproc=world_size,
+            log_dir=run_dir / LOGS,
+            stop_grace_s=stop_grace_s,
+        )
+    process = RankProcess(run_dir, stop_grace_s=stop_grace_s)
+    try:
+        from megatron_rl.platform.quiet import silence_library_warnings
 
-    from megatron_rl.platform.loading import loading_libraries
+        silence_library_warnings()
+        from megatron_rl.platform.loading import loading_libraries
 
-    with loading_libraries():
-        from megatron_rl.platform.device import import_megatron
+        with loading_libraries():
+            from megatron_rl.platform.device import import_megatron
 
-        import_megatron()
-        from megatron_rl.train.run import run_training
+            import_megatron()
+            from megatron_rl.train.run import run_training
 
-    run_training(loaded, run_dir=run_dir, resume=args.resume, phases=phases)
-    return 0
+        run_training(loaded, resume=args.resume, process=process)
+        return 0
+    except Stopped as stopped:
+        return _stopped(stopped, process)
+    finally:
+        process.close()
+
+
+def _stopped(stopped: Stopped, process: RankProcess) -> int:
+    """The exit code of a rank that ended on request."""
+    if stopped.exit_code == STOPPED and not (process.run_dir / STOPPED_FILE).exists():
+        phase = process.phases.current
+        # what an earlier start saved is still the latest
+        write_stopped(
+            process.run_dir,
+            reason=REASONS[process.stop.reason],
+            stage=phase.stage,
+            step=phase.step,
+            checkpoint=None,
+        )
+    if not is_launched() and process.place.rank == 0:
+        print(f"stopped: {stopped}", file=sys.stderr)
+    return stopped.exit_code
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ from megatron_rl.errors import LostPeerError, MegatronRLError, ModelError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.reshard.tables import check_target
-from megatron_rl.train import launcher
+from megatron_rl.train import launcher, rank_process
 
 PROVEN, REFUTED, BROKEN = 0, 1, 2
 SCRAMBLED, EXPORTED, REPORT, LOGS = "scrambled", "exported", "report.json", "logs"  # in the place of a proof
@@ -266,7 +266,7 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 def _run_rank(args: argparse.Namespace, rank: int) -> int:
-    launcher.enter_rank()
+    rank_process.enter_rank()
     try:
         from megatron_rl.platform.quiet import silence_library_warnings
 
@@ -298,7 +298,7 @@ def _run_rank(args: argparse.Namespace, rank: int) -> int:
 
 
 def _reported(message: str, code: int) -> int:
-    if not launcher.report_failure(message, exit_code=code):
+    if not rank_process.report_failure(message, exit_code=code):
         print(f"error: {message}", file=sys.stderr)
     return code
 
@@ -335,7 +335,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse_args(argv)
-    rank = launcher.rank_environment()
+    rank = rank_process.rank_environment()
     if rank is not None and args.place is not None:
         return _run_rank(args, rank.rank)
     try:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import LostPeerError
@@ -34,6 +35,23 @@ def broadcast_object(obj: T, *, src: int, group: dist.ProcessGroup | None = None
     with _named("broadcast_object"):
         dist.broadcast_object_list(box, src=src, group=group)
     return box[0]
+
+
+def largest(value: int, group: dist.ProcessGroup | None) -> int:
+    """The largest `value` of any rank of `group`, one that works on the CPU; None: this process is alone."""
+    if group is None:
+        return value
+    box = torch.tensor([value], dtype=torch.int64)
+    with _named("all_reduce"):
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=group)
+    return int(box.item())
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error of a collective, ours or one inside torch or megatron-core, says that another rank is gone."""
+    if isinstance(error, LostPeerError | dist.DistBackendError | dist.DistNetworkError):
+        return True
+    return type(error) is RuntimeError and "gloo/transport" in str(error)
 
 
 def _is_distributed() -> bool:

@@ -122,9 +122,16 @@ def new_driver_group() -> dist.ProcessGroup | None:
 
     On the CPU, so that a waiting rank keeps no accelerator kernel alive. None for a single process. Collective.
     """
-    if dist.get_world_size() == 1:
-        return None
-    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    return _new_cpu_group(timedelta(days=7))
+
+
+def new_border_group(*, timeout_s: float) -> dist.ProcessGroup | None:
+    """A group of all ranks for a word between two steps. None for a single process. Collective."""
+    return _new_cpu_group(timedelta(seconds=timeout_s))
+
+
+def _new_cpu_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    return dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
 
 
 def destroy_process_groups() -> None:

@@ -44,6 +44,10 @@ class RunConfig:
     deterministic: Bool | None = None
     torch_threads: PositiveInt = 1  # CPU threads per process
     collective_timeout_s: PositiveFloat = 600.0
+    # a rank whose process gives no sign of life for so long ends the run
+    silence_timeout_s: PositiveFloat = 60.0
+    # from a request to stop (SIGTERM, SIGUSR1) to the end at once, if no step border is reached before
+    stop_grace_s: PositiveFloat = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,8 @@ class OptimizerConfig:
     beta2: Fraction = 0.999
     eps: PositiveFloat = 1e-8
     max_grad_norm: PositiveFloat = 1.0
+    # steps in a row that are left out for NaN or inf in a gradient; one more ends the run
+    max_skipped_steps: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

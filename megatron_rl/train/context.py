@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.model.checkpoint import CheckpointStore, SavedState
+from megatron_rl.model.checkpoint_files import CHECKPOINTS_DIR, checkpoint_name
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.parallel.collectives import broadcast_object
+from megatron_rl.parallel.collectives import broadcast_object, largest
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import Stage
@@ -21,6 +22,7 @@ from megatron_rl.train.phases import PhaseFile
 from megatron_rl.train.policy import Policy
 from megatron_rl.train.progress import Progress, stage_label
 from megatron_rl.train.reporter import Reporter
+from megatron_rl.train.stopping import REASONS, Stopped, StopRequest, write_stopped
 
 T = TypeVar("T")
 
@@ -39,8 +41,10 @@ class RunContext:
     reporter: Reporter
     checkpoints: CheckpointStore
     phases: PhaseFile
+    stop: StopRequest
     host: str  # the driving rank's address, as other ranks and engine workers reach it
     driver_group: dist.ProcessGroup | None
+    border_group: dist.ProcessGroup | None  # where ranks agree whether to stop
     resumed_from: SavedState | None = None
 
     @property
@@ -59,6 +63,7 @@ class RunContext:
         """A fresh optimizer of `total_steps` steps; the saved one where the run resumes inside the stage."""
         self.phases.begin_step(stage_label(self.recipe.stages, progress.stage), progress.step, "load")
         self.policy.start_stage(stage.optimizer, stage.schedule, total_steps=total_steps)
+        self.policy.optimizer.skipped_in_a_row = progress.skipped_in_a_row
         if progress.step and self.resumed_from is not None:
             self.checkpoints.load_optimizer(self.policy, self.resumed_from)
         self.report_loaded()
@@ -79,11 +84,35 @@ class RunContext:
         counts = {f"count/{name}": float(count) for name, count in progress.counts.items()}
         self.reporter.step(progress, {**metrics, **counts})
         config = self.recipe.checkpoint
-        if config and (progress.step % config.every_steps == 0 or progress.step == total):
-            self.phases.enter("save")
-            self.checkpoints.save(self.policy, progress.to_dict())
+        is_due = config is not None and (progress.step % config.every_steps == 0 or progress.step == total)
+        if is_due:
+            self._save(progress)
         else:
             self.checkpoints.poll()
         if progress.step == total:
             # the next stage begins with nothing of this one still on its way to the disk
             self.checkpoints.finish()
+        # a signal to any rank stops all of them at this border
+        if reason := largest(self.stop.reason, self.border_group):
+            self._stop_here(progress, REASONS[reason], is_saved=is_due)
+
+    def _save(self, progress: Progress) -> None:
+        self.phases.enter("save")
+        self.checkpoints.save(self.policy, progress.to_dict())
+
+    def _stop_here(self, progress: Progress, reason: str, *, is_saved: bool) -> None:
+        if not is_saved:
+            self._save(progress)
+        self.checkpoints.finish()
+        self.phases.enter("stop")
+        if self.is_driver:
+            label = stage_label(self.recipe.stages, progress.stage)
+            checkpoint = f"{CHECKPOINTS_DIR}/{checkpoint_name(progress.to_dict())}"
+            write_stopped(self.run_dir, reason=reason, stage=label, step=progress.step, checkpoint=checkpoint)
+            self.reporter.say(
+                f"stopped on {reason} after {label} step {progress.step}, saved in {checkpoint}; --resume goes on"
+            )
+        # none leaves before what it leaves is complete
+        largest(0, self.border_group)
+        self.stop.close()
+        raise Stopped(f"on {reason} after {progress.step} steps")

@@ -1,7 +1,7 @@
 """Local rank processes: started together, watched, ended together, with one error for all of them.
 
-The parent side is `launch_local`; the rank side is `rank_environment`, `enter_rank` and `report_failure`.
-torchrun may stand in for the parent: then ranks find its variables and no parent to report to.
+The rank's own side is `rank_process`. torchrun may stand in for `launch_local`: then ranks find its variables and no
+parent to report to.
 """
 
 from __future__ import annotations
@@ -13,81 +13,36 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from megatron_rl.train.phases import phase_name, read_phase_file
+from megatron_rl.train.rank_process import STOP_GRACE_S, launch_variables
+from megatron_rl.train.stopping import NOTHING_SAVED, STOPPED, TERMINATED
+
 POLL_S = 0.05
-FAILURE_GRACE_S = 1.0  # from the first failure to SIGTERM: ranks that fail with it get to say why
-STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL
-INTERRUPT_GRACE_S = 15.0  # from a forwarded Ctrl-C to SIGTERM: engines are stopped, checkpoints finished
+FAILURE_GRACE_S = 1.0  # from the first failure to the end of all: ranks that fail with it get to say why
+INTERRUPT_GRACE_S = 15.0  # from a forwarded Ctrl-C to the same: engines are stopped, checkpoints finished
+TOGETHER_S = 10.0  # from the first rank that stopped on request: the others agreed to stop with it
 TAIL_LINES = 20
 
-_PARENT_FD = "MEGATRON_RL_PARENT_FD"
-_FAILURE_FILE = "MEGATRON_RL_FAILURE_FILE"
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankEnvironment:
-    """This process among the processes of the run."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-
-
-def rank_environment() -> RankEnvironment | None:
-    """What torchrun or `launch_local` says of this process; None when it was started by hand."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    rank = int(os.environ["RANK"])
-    return RankEnvironment(
-        rank=rank,
-        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
-
-
-def is_launched() -> bool:
-    """Whether `launch_local` started this process and will report for it."""
-    return _FAILURE_FILE in os.environ
-
-
-def enter_rank() -> None:
-    """Make this process end cleanly: on SIGTERM by SystemExit, and by itself when its launcher is gone."""
-    signal.signal(signal.SIGTERM, _terminate)
-    # a shell that starts us in the background leaves Ctrl-C ignored
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if _PARENT_FD in os.environ:
-        fd = int(os.environ[_PARENT_FD])
-        threading.Thread(target=_watch_parent, args=(fd,), name="watch-parent", daemon=True).start()
-
-
-def report_failure(message: str, *, exit_code: int) -> bool:
-    """Leave the message for the launcher to print; False when there is none and the caller must print it."""
-    if not is_launched():
-        return False
-    path = Path(os.environ[_FAILURE_FILE])
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"message": message, "exit_code": exit_code, "time": time.time()}))
-    partial.rename(path)
-    # rank 0 shares the terminal with the launcher, the others have a log of their own
-    if os.environ.get("RANK") != "0":
-        print(message, file=sys.stderr, flush=True)
-    return True
-
-
-def launch_local(command: Sequence[str], *, nproc: int, log_dir: Path) -> int:
+def launch_local(
+    command: Sequence[str], *, nproc: int, log_dir: Path, stop_grace_s: float | None = None
+) -> int:
     """Run `command` as `nproc` ranks on this machine and return the exit code of the run.
 
-    Rank 0 writes to the terminal, the others to `log_dir/rank_N.log`. The first rank that fails ends all: one
-    error block names it, and its exit code is returned (128 + signal for a rank that was killed). Ctrl-C and
-    SIGTERM are passed on once; a second Ctrl-C kills. No process of any rank's group is left behind.
+    Rank 0 writes to the terminal, the others to `log_dir/rank_N.log`. The first rank that fails ends all: one error
+    block names it, and its exit code is returned (128 + signal for a rank that was killed). Ctrl-C, SIGTERM and
+    SIGUSR1 are passed on once; the latter two give the ranks `stop_grace_s` seconds to save and stop (exit code 75),
+    or none when it is None: they save nothing. A second signal ends them at once. No process of any rank's group is
+    left behind.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     alive_end, own_end = os.pipe()
@@ -96,15 +51,15 @@ def launch_local(command: Sequence[str], *, nproc: int, log_dir: Path) -> int:
         try:
             port = free_port()
             for rank in range(nproc):
-                variables = _variables(rank, nproc, port) | {_PARENT_FD: str(alive_end)}
+                variables = _variables(rank, nproc, port)
                 ranks.append(_Rank.start(command, rank, variables, alive_end, log_dir, Path(scratch)))
-            _wait(ranks, caught)
+            _Course(ranks, caught, stop_grace_s=stop_grace_s).run()
         finally:
             for started in ranks:
                 started.clean_up()
             os.close(own_end)
             os.close(alive_end)
-        return _conclude(ranks, caught)
+        return _conclude(ranks, caught, log_dir, saves=stop_grace_s is not None)
 
 
 @dataclass(slots=True)
@@ -118,7 +73,8 @@ class _Rank:
     log_start: int
     ended_at: float | None = None
     failure: dict[str, Any] = field(default_factory=dict)
-    was_stopped: bool = False  # a signal of ours came before its end
+    was_ended: bool = False  # a signal of ours that ends came before its end
+    was_asked: bool = False  # one that asks for a stop did; before a rank can listen, it ends by it
 
     @classmethod
     def start(
@@ -136,7 +92,7 @@ class _Rank:
         try:
             process = subprocess.Popen(
                 command,
-                env=os.environ | variables | {_FAILURE_FILE: str(failure_file)},
+                env=os.environ | variables | launch_variables(fd, failure_file),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -157,35 +113,63 @@ class _Rank:
             self.failure = json.loads(self.failure_file.read_text())
 
     @property
+    def has_stopped(self) -> bool:
+        """Whether it ended on request."""
+        asked = (-signal.SIGTERM, -signal.SIGUSR1) if self.was_asked else ()
+        return self.process.returncode in (STOPPED, *asked)
+
+    @property
     def has_failed(self) -> bool:
-        return bool(self.failure) or (not self.was_stopped and bool(self.process.returncode))
+        if self.has_stopped:
+            return False
+        return bool(self.failure) or (not self.was_ended and bool(self.process.returncode))
 
     @property
     def exit_code(self) -> int:
         code = self.failure.get("exit_code", self.process.returncode) or 0
         return 128 - code if code < 0 else code
 
-    def blame(self) -> tuple[bool, float]:
+    def blame(self) -> tuple[bool, bool, float]:
         """Smallest for the rank to name: a user error or a kill from outside comes before a lost peer."""
-        was_killed = (self.process.returncode or 0) < 0 and not self.was_stopped
+        was_killed = (self.process.returncode or 0) < 0 and not self.was_ended
         explains = self.failure.get("exit_code") == 2 or was_killed
-        return not explains, self.failure.get("time", self.ended_at or time.time())
+        is_consequence = bool(self.failure.get("is_consequence"))
+        return not explains, is_consequence, self.failure.get("time", self.ended_at or time.time())
 
-    def send(self, number: int, *, group: bool) -> None:
+    def ask(self, number: int) -> None:
+        """Pass on a request to stop, to the rank alone: it ends what it started in order."""
+        self.was_asked = True
         if self.ended_at is None:
-            self.was_stopped = True
+            self._send(number)
+
+    def interrupt(self) -> None:
+        self.was_ended = self.was_ended or self.ended_at is None
+        self._send(signal.SIGINT)
+
+    def end(self) -> None:
+        """SIGHUP, which ends a rank at once but in order, then SIGTERM to what else is in its group."""
+        self.was_ended = self.was_ended or self.ended_at is None
+        self._send(signal.SIGHUP)
+        self._send_group(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.was_ended = self.was_ended or self.ended_at is None
+        self._send_group(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def _send_group(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
-            if group:
-                os.killpg(self.process.pid, number)
-            elif self.ended_at is None:
-                self.process.send_signal(number)
+            os.killpg(self.process.pid, number)
 
     def clean_up(self) -> None:
         """End what is left of the group: helpers that outlived their rank, or all if we failed ourselves."""
         deadline = time.monotonic() + (FAILURE_GRACE_S if self.process.poll() is not None else 0.0)
         while time.monotonic() < deadline and _group_exists(self.process.pid):
             time.sleep(POLL_S)
-        self.send(signal.SIGKILL, group=True)
+        self.kill()
         self.process.wait()
 
     def last_words(self) -> str:
@@ -212,9 +196,10 @@ class _Caught:
 
 @contextmanager
 def _caught_signals() -> Iterator[_Caught]:
-    """Collect Ctrl-C, SIGTERM and SIGHUP instead of letting them interrupt the bookkeeping."""
+    """Collect the signals that end a run instead of letting them interrupt the bookkeeping."""
     caught = _Caught()
-    before = {n: signal.signal(n, caught.handle) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {n: signal.signal(n, caught.handle) for n in numbers}
     try:
         yield caught
     finally:
@@ -222,61 +207,110 @@ def _caught_signals() -> Iterator[_Caught]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: Sequence[_Rank], caught: _Caught) -> None:
-    """Until every rank has ended, by itself or by the steps of `_ending`."""
-    began: float | None = None
-    steps: list[tuple[float, int, bool]] = []
-    while True:
-        for rank in ranks:
-            rank.poll()
-        if all(rank.ended_at is not None for rank in ranks):
-            return
-        now = time.monotonic()
-        if began is None and (caught.numbers or any(rank.has_failed for rank in ranks)):
-            began, steps = now, _ending(caught)
-        if len(caught.numbers) > 1:
-            steps = [(0.0, signal.SIGKILL, True)]
-        while began is not None and steps and now - began >= steps[0][0]:
-            _, number, group = steps.pop(0)
-            for rank in ranks:
-                rank.send(number, group=group)
-        time.sleep(POLL_S)
+class _Course:
+    """How the ranks are brought to their end: by themselves, on request, or because one of them failed."""
+
+    def __init__(self, ranks: Sequence[_Rank], caught: _Caught, *, stop_grace_s: float | None) -> None:
+        self._ranks, self._caught, self._stop_grace_s = ranks, caught, stop_grace_s
+        self._state = "running"
+        self._began = 0.0
+        self._steps: list[tuple[float, Callable[[_Rank], None]]] = []
+
+    def run(self) -> None:
+        """Until every rank has ended."""
+        while True:
+            for rank in self._ranks:
+                rank.poll()
+            if all(rank.ended_at is not None for rank in self._ranks):
+                return
+            self._decide()
+            while self._steps and time.monotonic() - self._began >= self._steps[0][0]:
+                _, action = self._steps.pop(0)
+                for rank in self._ranks:
+                    action(rank)
+            time.sleep(POLL_S)
+
+    def _decide(self) -> None:
+        numbers = self._caught.numbers
+        if len(numbers) > 1:
+            if self._state != "second signal":
+                # whoever presses Ctrl-C again has waited long enough
+                self._begin("second signal", 0.0, kills=numbers[1] == signal.SIGINT)
+            elif len(numbers) > 2:
+                self._steps = [(0.0, _Rank.kill)]
+        elif self._state in ("running", "stopping") and _failures(self._ranks):
+            self._begin("failure", FAILURE_GRACE_S)
+        elif self._state == "running" and numbers:
+            self._pass_on(numbers[0])
+        elif self._state == "running" and any(rank.has_stopped for rank in self._ranks):
+            self._begin("stopping", TOGETHER_S, partial(_Rank.ask, number=signal.SIGTERM))
+
+    def _pass_on(self, number: int) -> None:
+        if number == signal.SIGINT:
+            self._begin("interrupt", INTERRUPT_GRACE_S, _Rank.interrupt)
+        elif number == signal.SIGHUP or self._stop_grace_s is None:
+            self._begin("end", 0.0)
+        else:
+            self._begin("stopping", self._stop_grace_s, partial(_Rank.ask, number=number))
+
+    def _begin(
+        self, state: str, grace_s: float, first: Callable[[_Rank], None] | None = None, *, kills: bool = False
+    ) -> None:
+        """From now on: `first` at once, after `grace_s` seconds the end of all, then the end by force."""
+        self._state, self._began = state, time.monotonic()
+        self._steps = [(0.0, first)] if first else []
+        self._steps += [(grace_s, _Rank.end)] * (not kills)
+        self._steps += [(grace_s + STOP_GRACE_S * (not kills), _Rank.kill)]
 
 
-def _ending(caught: _Caught) -> list[tuple[float, int, bool]]:
-    """(seconds from now, signal, to the whole group), gentle first."""
-    if not caught.numbers:
-        return [
-            (FAILURE_GRACE_S, signal.SIGTERM, True),
-            (FAILURE_GRACE_S + STOP_GRACE_S, signal.SIGKILL, True),
-        ]
-    grace = INTERRUPT_GRACE_S if caught.numbers[0] == signal.SIGINT else STOP_GRACE_S
-    # to the rank alone: it stops its own engines in order
-    return [
-        (0.0, caught.numbers[0], False),
-        (grace, signal.SIGTERM, True),
-        (grace + STOP_GRACE_S, signal.SIGKILL, True),
-    ]
-
-
-def _conclude(ranks: Sequence[_Rank], caught: _Caught) -> int:
+def _conclude(ranks: Sequence[_Rank], caught: _Caught, log_dir: Path, *, saves: bool) -> int:
     """Print what went wrong, once, and return the exit code."""
-    if caught.numbers:
-        name = "interrupted" if caught.numbers[0] == signal.SIGINT else "terminated"
-        print(f"{name}: all {len(ranks)} ranks have ended", file=sys.stderr)
-        return 128 + caught.numbers[0]
-    failed = [rank for rank in ranks if rank.has_failed]
+    number = caught.numbers[0] if caught.numbers else None
+    if number == signal.SIGINT:
+        print(f"interrupted: all {len(ranks)} ranks have ended", file=sys.stderr)
+        return 128 + number
+    failed = _failures(ranks)
+    was_asked = number is not None or any(rank.has_stopped for rank in ranks)
+    # that a rank gave up after a request in vain is told of all of them
+    if was_asked and all(rank.exit_code == TERMINATED for rank in failed):
+        if not failed and not any(rank.was_ended for rank in ranks):
+            print(f"stopped: all {len(ranks)} ranks have ended", file=sys.stderr)
+            return STOPPED
+        print(_terminated(ranks, caught, log_dir, saves=saves), file=sys.stderr)
+        return 128 + number if number == signal.SIGHUP else TERMINATED
     if not failed:
         return 0
     first = min(failed, key=_Rank.blame)
     how = f"exit code {first.exit_code}"
     if (first.process.returncode or 0) < 0 and not first.failure:
         how = f"killed by {signal.Signals(-first.process.returncode).name}"
+        if (
+            phase := read_phase_file(log_dir / phase_name(first.rank))
+        ) is not None and phase.pid == first.process.pid:
+            how += f" in {phase}"
     words = "\n".join("  " + line for line in first.last_words().splitlines())
     where = f"\nlog: {first.log}" if first.log else ""
     title = f"error: rank {first.rank} of {len(ranks)} failed first ({how})"
     print(f"{title}\n{words}{where}", file=sys.stderr, flush=True)
     return first.exit_code
+
+
+def _failures(ranks: Sequence[_Rank]) -> list[_Rank]:
+    """Ranks that failed, but not those that only lost one that stopped on request."""
+    has_stopped = any(rank.has_stopped for rank in ranks)
+    return [r for r in ranks if r.has_failed and not (has_stopped and r.failure.get("is_consequence"))]
+
+
+def _terminated(ranks: Sequence[_Rank], caught: _Caught, log_dir: Path, *, saves: bool) -> str:
+    """Why ranks that were asked to stop ended without a checkpoint of their own."""
+    text = f"terminated: all {len(ranks)} ranks have ended"
+    if not saves:
+        return f"{text}; {NOTHING_SAVED}"
+    if signal.SIGHUP in caught.numbers[:1]:
+        return text
+    why = "a second signal came" if len(caught.numbers) > 1 else "run.stop_grace_s was over"
+    phase = read_phase_file(log_dir / phase_name(0))
+    return f"{text}; {why} before the next step border ({phase}); --resume continues from the last checkpoint"
 
 
 def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
@@ -306,20 +340,3 @@ def _group_exists(pgid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _terminate(number: int, _: FrameType | None) -> None:
-    # once: a second SIGTERM must not break into the clean-up that the first began
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit(128 + number)
-
-
-def _watch_parent(fd: int) -> None:
-    """End this rank's group when the launcher's end of the pipe closes, however the launcher died."""
-    while os.read(fd, 1):
-        pass
-    # the group is ours alone when the launcher made it
-    end = os.killpg if os.getpgrp() == os.getpid() else os.kill
-    end(os.getpid(), signal.SIGTERM)
-    time.sleep(STOP_GRACE_S)
-    end(os.getpid(), signal.SIGKILL)

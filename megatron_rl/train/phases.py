@@ -52,8 +52,12 @@ class Phase:
         return f"{place}phase {self.phase} for {max(0.0, time.time() - self.since):.1f} s"
 
 
+def phase_name(rank: int) -> str:
+    return f"rank_{rank}.phase"
+
+
 def phase_path(run_dir: Path, rank: int) -> Path:
-    return run_dir / LOGS / f"rank_{rank}.phase"
+    return run_dir / LOGS / phase_name(rank)
 
 
 class PhaseFile:
@@ -93,7 +97,25 @@ def _record(values: Mapping[str, object]) -> bytes:
 
 def read_phase(run_dir: Path, rank: int) -> Phase | None:
     """What the rank wrote last; None when it wrote nothing that can be read."""
+    return read_phase_file(phase_path(run_dir, rank))
+
+
+def read_phase_file(path: Path) -> Phase | None:
     try:
-        return Phase(**json.loads(phase_path(run_dir, rank).read_bytes()))
+        return Phase(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def others_are(rank: int, phases: Mapping[int, Phase | None]) -> str:
+    """One line on the ranks that are not where `rank` is: behind if they came to their phase before it did."""
+    own = phases[rank]
+    assert own is not None, "a rank has a phase of its own"
+    lines = [f"rank {rank} is in {own}"]
+    for other, phase in phases.items():
+        if phase is None:
+            lines.append(f"nothing is known of rank {other}")
+        elif (phase.stage, phase.step, phase.phase) != (own.stage, own.step, own.phase):
+            where = "behind" if phase.since < own.since else "elsewhere"
+            lines.append(f"rank {other} (pid {phase.pid} on {phase.host}) is {where}: {phase}")
+    return "; ".join(lines) if len(lines) > 1 else f"{lines[0]}, and so are all others"

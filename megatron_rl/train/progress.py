@@ -22,6 +22,7 @@ class Progress:
     sampler: Mapping[str, Any] = field(default_factory=dict)
     # of the whole run so far, by what is counted
     counts: Mapping[str, int] = field(default_factory=dict)
+    skipped_in_a_row: int = 0  # optimizer steps left out since the last one that was taken
     weight_version: int = 0  # of the weights that the engines have
     metric_step: int = 0     # of the last line in metrics.jsonl
 
@@ -31,6 +32,7 @@ class Progress:
         *,
         sampler: Mapping[str, Any] | None = None,
         counts: Mapping[str, int] | None = None,
+        skipped_in_a_row: int = 0,
         weight_version: int = 0,
     ) -> Progress:
         """After one more step, whose `counts` are added to those so far."""
@@ -43,6 +45,7 @@ class Progress:
             step=step,
             sampler=self.sampler if sampler is None else sampler,
             counts=summed,
+            skipped_in_a_row=skipped_in_a_row,
             weight_version=weight_version,
             metric_step=self.metric_step + 1,
         )

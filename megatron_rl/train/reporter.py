@@ -27,6 +27,7 @@ from megatron_rl.train.progress import Progress, stage_label, stage_length
 from megatron_rl.train.records import NOT_FINITE, RunRecords
 from megatron_rl.train.report import write_report
 from megatron_rl.train.run_dir import LOGS
+from megatron_rl.train.stopping import Stopped
 from megatron_rl.train.summary import summary_text
 
 
@@ -162,6 +163,8 @@ def _last_words(
     """The reason of an end before the end: one block for what a user can act on, else the traceback."""
     if isinstance(error, MegatronRLError):
         return [f"error: {error}\n"]
+    if isinstance(error, Stopped):
+        return [f"stopped {error}\n"]
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return [f"ended by {kind.__name__}\n"]
     return traceback.format_exception(kind, error, trace)

@@ -44,6 +44,7 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
                 iteration + 1,
                 sampler=session.sampler_state(),
                 counts=iteration_counts(groups, kept, steps),
+                skipped_in_a_row=policy.optimizer.skipped_in_a_row,
                 weight_version=policy.optimizer.num_steps,
             )
             run.reporter.rollouts(progress, groups)

@@ -13,6 +13,7 @@ from megatron_rl.algo.metric import Metric
 from megatron_rl.data.types import RolloutGroup, Verdict
 from megatron_rl.parallel.collectives import all_gather_object
 from megatron_rl.train.metrics import merge
+from megatron_rl.train.optimizer import SKIPPED
 from megatron_rl.train.policy import Policy
 from megatron_rl.train.updates import Update, is_graded, is_uninformative, logprob_gaps
 
@@ -69,16 +70,20 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def iteration_counts(
-    groups: Sequence[RolloutGroup], kept: Sequence[RolloutGroup], steps: Sequence[object]
+    groups: Sequence[RolloutGroup],
+    kept: Sequence[RolloutGroup],
+    steps: Sequence[Sequence[Sequence[Metric]]],
 ) -> dict[str, int]:
     """What one iteration adds to the counts of the run. A prompt is one group."""
+    skipped = sum(metric.name == SKIPPED for step in steps for part in step for metric in part)
     ungraded = sum(not is_graded(group) for group in groups)
     return {
         "prompts": len(groups),
         "rollouts": sum(len(group.rollouts) for group in groups),
         "dropped_ungraded": ungraded,
         "dropped_uninformative": len(groups) - ungraded - len(kept),
-        "updates": len(steps),
+        "updates": len(steps) - skipped,
+        **({"skipped_steps": skipped} if skipped else {}),
     }
 
 

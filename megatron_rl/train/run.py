@@ -14,7 +14,12 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.model.checkpoint import CheckpointStore, SavedState
 from megatron_rl.model.checkpoint_files import find_checkpoint
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups, new_driver_group
+from megatron_rl.parallel.groups import (
+    destroy_process_groups,
+    init_process_groups,
+    new_border_group,
+    new_driver_group,
+)
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
 from megatron_rl.platform.determinism import is_deterministic, make_deterministic
@@ -24,20 +29,20 @@ from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import SftStage
 from megatron_rl.rollout.replicas import check_hosts
 from megatron_rl.train.context import RunContext
-from megatron_rl.train.launcher import RankEnvironment, free_port, rank_environment
-from megatron_rl.train.phases import PhaseFile
+from megatron_rl.train.launcher import free_port
 from megatron_rl.train.policy import Policy
 from megatron_rl.train.progress import Progress, stage_label, stage_length
+from megatron_rl.train.rank_process import RankEnvironment, RankProcess
 from megatron_rl.train.reporter import Reporter
 from megatron_rl.train.rl import run_rl
 from megatron_rl.train.rl_data import RlData, load_rl_data
 from megatron_rl.train.sft import run_sft
+from megatron_rl.train.watchdog import Watchdog
 
 
-def run_training(loaded: LoadedRecipe, *, run_dir: Path, resume: bool, phases: PhaseFile) -> None:
+def run_training(loaded: LoadedRecipe, *, resume: bool, process: RankProcess) -> None:
     """Run all stages of the recipe on this rank; every rank of the run calls it."""
-    recipe = loaded.recipe
-    place = rank_environment() or RankEnvironment(rank=0, local_rank=0, world_size=1)
+    recipe, run_dir, place = loaded.recipe, process.run_dir, process.place
     checkpoints = CheckpointStore(
         run_dir / "checkpoints",
         keep=recipe.checkpoint.keep if recipe.checkpoint else 1,
@@ -55,17 +60,21 @@ def run_training(loaded: LoadedRecipe, *, run_dir: Path, resume: bool, phases: P
         checkpoints,
     ):
         reporter.say(f"run directory: {run_dir}")
-        layout = _set_up_process(recipe, place)
-        phases.enter("load")
-        run = _open_run(recipe, run_dir, place, layout, reporter, checkpoints, saved, phases)
-        if resume and saved is None:
-            reporter.say(f"no checkpoint in {run_dir}: starting from the beginning")
-        _run_stages(progress, run)
-        checkpoints.finish()
-        phases.enter("export")
-        _export(run)
-        phases.enter("stop")
-        reporter.finish()
+        port = int(os.environ.get("MASTER_PORT", 0)) or free_port()
+        layout = _set_up_process(recipe, place, port)
+        with Watchdog(
+            process, address=_master_addr(), port=port, silence_timeout_s=recipe.run.silence_timeout_s
+        ):
+            process.phases.enter("load")
+            run = _open_run(recipe, process, layout, reporter, checkpoints, saved)
+            if resume and saved is None:
+                reporter.say(f"no checkpoint in {run_dir}: starting from the beginning")
+            _run_stages(progress, run)
+            checkpoints.finish()
+            process.phases.enter("export")
+            _export(run)
+            process.phases.enter("stop")
+            reporter.finish()
     destroy_process_groups()
 
 
@@ -78,7 +87,9 @@ def _run_stages(progress: Progress, run: RunContext) -> None:
         if not (index == progress.stage and progress.step == stage_length(stages[index]))
     ]
     if not remaining:
-        run.reporter.say("nothing is left to train: every step of every stage is done; writing the model again")
+        run.reporter.say(
+            "nothing is left to train: every step of every stage is done; writing the model again"
+        )
         run.report_loaded()
     run.phases.enter("data")
     data = {index: _load_data(index, run) for index in remaining}
@@ -127,7 +138,7 @@ def _export(run: RunContext) -> None:
     run.policy.save_hf(str(out_dir), hf_source=run.recipe.model.hf_path)
 
 
-def _set_up_process(recipe: Recipe, place: RankEnvironment) -> ParallelLayout:
+def _set_up_process(recipe: Recipe, place: RankEnvironment, port: int) -> ParallelLayout:
     torch.set_num_threads(recipe.run.torch_threads)
     if is_deterministic(recipe.run.deterministic):
         make_deterministic(os.environ)
@@ -139,7 +150,7 @@ def _set_up_process(recipe: Recipe, place: RankEnvironment) -> ParallelLayout:
         rank=place.rank,
         world_size=place.world_size,
         master_addr=_master_addr(),
-        master_port=int(os.environ.get("MASTER_PORT", 0)) or free_port(),
+        master_port=port,
         timeout_s=recipe.run.collective_timeout_s,
         seed=recipe.run.seed,
     )
@@ -148,17 +159,15 @@ def _set_up_process(recipe: Recipe, place: RankEnvironment) -> ParallelLayout:
 
 def _open_run(
     recipe: Recipe,
-    run_dir: Path,
-    place: RankEnvironment,
+    process: RankProcess,
     layout: ParallelLayout,
     reporter: Reporter,
     checkpoints: CheckpointStore,
     saved: SavedState | None,
-    phases: PhaseFile,
 ) -> RunContext:
     spec = ModelSpec.from_hf(recipe.model.hf_path)
     tokenizer = load_tokenizer(recipe.model.hf_path)
-    policy = Policy(recipe.model, spec, layout, rank=place.rank)
+    policy = Policy(recipe.model, spec, layout, rank=process.place.rank)
     if saved is not None:
         # before any optimizer: it copies the weights
         checkpoints.load_model(policy, saved)
@@ -170,17 +179,19 @@ def _open_run(
         reporter.say(f"starting from the weights of {start.path}")
     return RunContext(
         recipe=recipe,
-        run_dir=run_dir,
-        rank=place.rank,
+        run_dir=process.run_dir,
+        rank=process.place.rank,
         layout=layout,
         spec=spec,
         policy=policy,
         tokenizer=tokenizer,
         reporter=reporter,
         checkpoints=checkpoints,
-        phases=phases,
+        phases=process.phases,
+        stop=process.stop,
         host=_master_addr(),
         driver_group=new_driver_group(),
+        border_group=new_border_group(timeout_s=recipe.run.collective_timeout_s),
         resumed_from=saved,
     )
 

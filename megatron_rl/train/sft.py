@@ -33,8 +33,10 @@ def run_sft(stage: SftStage, data: SftData, progress: Progress, run: RunContext)
             metrics = merge(policy.forward_backward(batches, loss_fn))
             stats = policy.optimizer_step()
         tokens = sum(sample.packed_length for sample in samples)
-        metrics |= {"sft/grad_norm": stats.grad_norm, "optim/lr": stats.lr, "sft/tokens": float(tokens)}
+        metrics |= {"sft/grad_norm": stats.grad_norm, **stats.metrics(), "sft/tokens": float(tokens)}
         metrics |= meter.metrics(tokens=tokens)
-        progress = progress.advanced(step + 1, counts={"samples": len(samples), "tokens": tokens})
+        counts = {"samples": len(samples), "tokens": tokens} | stats.counts()
+        skipped = policy.optimizer.skipped_in_a_row
+        progress = progress.advanced(step + 1, counts=counts, skipped_in_a_row=skipped)
         run.finish_step(progress, metrics, total=stage.steps)
     return progress

@@ -19,6 +19,7 @@ from megatron_rl.data.types import PackedBatch, RolloutGroup, TrainSample
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.train.batches import local_batches, rollout_samples, split_updates
+from megatron_rl.train.optimizer import SKIPPED
 from megatron_rl.train.policy import LossFunction, Policy
 
 
@@ -96,6 +97,7 @@ def apply_update(policy: Policy, update: Update, stage: RlStage) -> list[list[Me
     step = [
         Metric(name="policy/grad_norm", value=stats.grad_norm, reduce="mean"),
         Metric(name="optim/lr", value=stats.lr, reduce="max"),
+        *[Metric(name=SKIPPED, value=1.0, reduce="sum")] * stats.was_skipped,
     ]
     return [*metrics, step]
 

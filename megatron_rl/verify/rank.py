@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from megatron_rl.errors import LostPeerError, MegatronRLError
-from megatron_rl.train import launcher
+from megatron_rl.train import launcher, rank_process
 from megatron_rl.verify.jobs import LayoutJob, ParityJob
 from megatron_rl.verify.table import NOT_RUN
 
@@ -23,9 +23,9 @@ def start_ranks(job: object, *, nproc: int, place: Path) -> int:
 
 def main(path: str) -> int:
     """The exit code: 0, 1 for what is a consequence or a bug, 2 for what the user can act on."""
-    place = launcher.rank_environment()
+    place = rank_process.rank_environment()
     assert place is not None, "started by the command alone"
-    launcher.enter_rank()
+    rank_process.enter_rank()
     try:
         from megatron_rl.platform.loading import loading_libraries
 
@@ -37,16 +37,16 @@ def main(path: str) -> int:
         _run(pickle.loads(Path(path).read_bytes()), place.rank)
         return 0
     except LostPeerError as error:
-        launcher.report_failure(str(error), exit_code=1)
+        rank_process.report_failure(str(error), exit_code=1, is_consequence=True)
         return 1
     except MegatronRLError as error:
-        launcher.report_failure(str(error), exit_code=NOT_RUN)
+        rank_process.report_failure(str(error), exit_code=NOT_RUN)
         return NOT_RUN
     except KeyboardInterrupt:
         # the parent says so
         return 130
     except Exception:
-        launcher.report_failure(traceback.format_exc(), exit_code=1)
+        rank_process.report_failure(traceback.format_exc(), exit_code=1)
         return 1
 
 

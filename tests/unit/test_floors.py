@@ -92,7 +92,9 @@ WITHOUT_TORCH = [
     "megatron_rl.reshard.tables",
     "megatron_rl.train.launcher",
     "megatron_rl.train.phases",
+    "megatron_rl.train.rank_process",
     "megatron_rl.train.run_dir",
+    "megatron_rl.train.stopping",
     "megatron_rl.verify.arguments",
     "megatron_rl.verify.layouts",
     "megatron_rl.verify.place",
@@ -106,7 +108,12 @@ WITHOUT_TORCH = [
 ]
 
 # an engine's own process sets what vLLM reads before it is imported
-ENVIRONMENT = ["megatron_rl.train.run", "megatron_rl.train.launcher", "megatron_rl.rollout.vllm_worker"]
+ENVIRONMENT = [
+    "megatron_rl.train.run",
+    "megatron_rl.train.launcher",
+    "megatron_rl.train.rank_process",
+    "megatron_rl.rollout.vllm_worker",
+]
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 90
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,11 @@ ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from megatron_rl.train.launcher import enter_rank, rank_environment, report_failure
+from megatron_rl.train.rank_process import RankProcess, rank_environment, report_failure
+from megatron_rl.train.stopping import STOPPED, Stopped
 me = rank_environment()
+def enter_rank(stop_grace_s=20.0):
+    return RankProcess(Path("."), stop_grace_s=stop_grace_s)
 Path(f"pid_{me.rank}").write_text(str(os.getpid()))
 def others_started():
     while len(list(Path(".").glob("pid_*"))) < me.world_size:
@@ -30,17 +34,19 @@ PARENT = """
 import sys
 from pathlib import Path
 from megatron_rl.train.launcher import launch_local
-sys.exit(launch_local([sys.executable, "rank.py"], nproc=int(sys.argv[1]), log_dir=Path("logs")))
+grace_s = 4.0 if sys.argv[2] == "True" else None
+command = [sys.executable, "rank.py"]
+sys.exit(launch_local(command, nproc=int(sys.argv[1]), log_dir=Path("logs"), stop_grace_s=grace_s))
 """
 
 
-def start(directory: Path, body: str, *, nproc: int = 2) -> subprocess.Popen[str]:
+def start(directory: Path, body: str, *, nproc: int = 2, saves: bool = False) -> subprocess.Popen[str]:
     """A launcher process of its own, so that it can be signalled like a user's."""
     (directory / "rank.py").write_text(PRELUDE + textwrap.dedent(body))
     (directory / "parent.py").write_text(PARENT)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "parent.py", str(nproc)],
+        [sys.executable, "parent.py", str(nproc), str(saves)],
         cwd=directory, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -143,22 +149,26 @@ def test_a_rank_that_crashed_is_blamed_before_one_that_lost_it(tmp_path):
     assert "rank 1 of 2 failed first" in err and "  out of memory" in err
 
 
-def test_a_killed_rank_is_named_with_its_signal(tmp_path):
+def test_a_killed_rank_is_named_with_its_signal_and_its_phase(tmp_path):
     body = """
-    enter_rank()
+    process = enter_rank()
     others_started()
     if me.rank == 1:
+        process.phases.begin_step("rl", 3, "reward")
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
     """
     code, _, err = finish(start(tmp_path, body))
     assert code == 128 + signal.SIGKILL
-    assert "rank 1 of 2 failed first (killed by SIGKILL)" in err
+    assert re.match(
+        r"error: rank 1 of 2 failed first \(killed by SIGKILL in rl step 3, phase reward for \d\.\d s\)", err
+    ), err
 
 
 def test_a_rank_that_ignores_sigterm_and_its_children_are_killed(tmp_path):
     body = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(f"pid_child_{me.rank}").write_text(str(child.pid))
     while len(list(Path(".").glob("pid_child_*"))) < 2:
@@ -196,8 +206,8 @@ def test_ctrl_c_reaches_every_rank_once_and_they_may_clean_up(tmp_path):
 
 def test_a_second_ctrl_c_kills(tmp_path):
     body = """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     Path(f"ready_{me.rank}").touch()
     time.sleep(600)
     """
@@ -211,21 +221,128 @@ def test_a_second_ctrl_c_kills(tmp_path):
     assert not any(map(is_running, pids(tmp_path)))
 
 
-def test_sigterm_lets_ranks_clean_up(tmp_path):
+# a rank of a loop whose steps take a moment, which saves and stops when it was asked to
+LOOP = """
+process = enter_rank()
+process.phases.begin_step("sft", 1, "train")
+Path(f"ready_{me.rank}").touch()
+while not process.stop.reason:
+    time.sleep(0.05)
+Path(f"saved_{me.rank}").touch()
+process.close()
+sys.exit(STOPPED)
+"""
+
+
+def started(directory: Path, body: str, *, saves: bool = True) -> subprocess.Popen[str]:
+    process = start(directory, body, saves=saves)
+    wait_for(lambda: len(list(directory.glob("ready_*"))) == 2)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
+def test_a_request_to_stop_is_passed_on_and_has_an_exit_code_of_its_own(tmp_path, number):
+    process = started(tmp_path, LOOP)
+    process.send_signal(number)
+    code, _, err = finish(process)
+    assert (code, err) == (75, "stopped: all 2 ranks have ended\n")
+    assert len(list(tmp_path.glob("saved_*"))) == 2
+    # nothing was written to them
+    assert not list(tmp_path.glob("logs/stacks_*"))
+
+
+def test_a_request_to_one_rank_stops_all(tmp_path):
+    process = started(tmp_path, LOOP)
+    os.kill(pids(tmp_path)[1], signal.SIGTERM)
+    code, _, err = finish(process)
+    assert (code, err) == (75, "stopped: all 2 ranks have ended\n")
+    assert len(list(tmp_path.glob("saved_*"))) == 2
+
+
+def test_a_rank_in_which_nothing_has_begun_stops_where_it_stands(tmp_path):
     body = """
-    enter_rank()
+    process = enter_rank()
     Path(f"ready_{me.rank}").touch()
     try:
         time.sleep(600)
-    finally:
-        Path(f"cleaned_{me.rank}").touch()
+    except Stopped as stopped:
+        assert str(stopped).startswith("on SIGTERM before the first step (phase start for "), stopped
+        raise
     """
-    process = start(tmp_path, body)
-    wait_for(lambda: len(list(tmp_path.glob("ready_*"))) == 2)
+    process = started(tmp_path, body)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[::2] == (75, "stopped: all 2 ranks have ended\n")
+
+
+BUSY = """
+process = enter_rank()
+process.phases.begin_step("rl", 3, "generate")
+Path(f"ready_{me.rank}").touch()
+try:
+    time.sleep(600)
+finally:
+    Path(f"cleaned_{me.rank}").touch()
+"""
+
+
+def test_a_step_that_does_not_end_within_the_grace_is_ended(tmp_path):
+    process = started(tmp_path, BUSY)
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
-    assert (code, err) == (143, "terminated: all 2 ranks have ended\n")
+    assert code == 143
+    assert re.fullmatch(
+        r"terminated: all 2 ranks have ended; run\.stop_grace_s was over before the next step border "
+        r"\(rl step 3, phase generate for \d\.\d s\); --resume continues from the last checkpoint\n",
+        err,
+    ), err
     assert len(list(tmp_path.glob("cleaned_*"))) == 2
+
+
+def test_a_second_request_ends_at_once(tmp_path):
+    process = started(tmp_path, BUSY)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    code, _, err = finish(process)
+    assert (code, time.monotonic() - began < 3.5) == (143, True)
+    assert "a second signal came before the next step border" in err
+    assert len(list(tmp_path.glob("cleaned_*"))) == 2
+
+
+def test_without_checkpoints_a_request_ends_at_once_and_says_so(tmp_path):
+    process = started(tmp_path, BUSY.replace("enter_rank()", "enter_rank(None)"), saves=False)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 143
+    assert err == (
+        "terminated: all 2 ranks have ended; without `checkpoint:` in the recipe nothing is saved to resume from\n"
+    )
+    assert len(list(tmp_path.glob("cleaned_*"))) == 2
+
+
+def test_a_rank_that_fails_while_it_stops_is_an_error(tmp_path):
+    body = LOOP.replace("process.close()", """
+if me.rank == 1:
+    report_failure("no room for the checkpoint", exit_code=2)
+    sys.exit(2)
+time.sleep(600)
+""")
+    process = started(tmp_path, body)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 2
+    assert err.startswith("error: rank 1 of 2 failed first (exit code 2)\n  no room for the checkpoint")
+
+
+def test_sigusr2_writes_the_stacks_of_all_threads_and_the_rank_goes_on(tmp_path):
+    process = started(tmp_path, LOOP)
+    os.kill(pids(tmp_path)[1], signal.SIGUSR2)
+    stacks = tmp_path / "logs" / "stacks_rank_1.txt"
+    wait_for(lambda: "rank.py" in stacks.read_text() and "in _watch" in stacks.read_text())
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 75
+    assert not (tmp_path / "logs" / "stacks_rank_0.txt").exists()
 
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["ends on SIGTERM", "ignores SIGTERM"])
@@ -234,6 +351,7 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path, deaf):
     enter_rank()
     if {deaf}:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     Path(f"ready_{{me.rank}}").touch()
     time.sleep(600)
     """
