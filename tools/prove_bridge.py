@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -37,6 +33,7 @@ from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.reshard.tables import check_target
 from megatron_rl.train import launcher, rank_process
+from megatron_rl.verify.place import deadline
 
 PROVEN, REFUTED, BROKEN = 0, 1, 2
 SCRAMBLED, EXPORTED, REPORT, LOGS = "scrambled", "exported", "report.json", "logs"  # in the place of a proof
@@ -137,7 +134,7 @@ def prove(args: argparse.Namespace, argv: Sequence[str]) -> int:
     spec = ModelSpec.from_hf(args.model)
     spec.check_layout(layout)
     check_target(spec, tp=args.engine_tp)
-    with _deadline(args.timeout_s), _place(args.keep) as place:
+    with deadline(args.timeout_s), _place(args.keep) as place:
         write_scrambled(args.model, place / SCRAMBLED)
         own = ["--place", str(place), "--port", str(launcher.free_port())]
         command = [sys.executable, __file__, *argv, *own]
@@ -233,36 +230,6 @@ def _place(keep: Path | None) -> Iterator[Path]:
         yield keep
     finally:
         shutil.rmtree(keep / SCRAMBLED, ignore_errors=True)
-
-
-@contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Ends what is inside, and the ranks, as SIGTERM would; then raises MegatronRLError."""
-    is_late = threading.Event()
-
-    def end() -> None:
-        is_late.set()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def leave(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    before = signal.signal(signal.SIGTERM, leave)
-    timer.start()
-    try:
-        yield
-    except SystemExit:
-        if not is_late.is_set():
-            raise
-    finally:
-        timer.cancel()
-        signal.signal(signal.SIGTERM, before)
-    if is_late.is_set():
-        raise MegatronRLError(
-            f"--timeout-s: not finished after {seconds:g} s; raise it if this machine is slow"
-        )
 
 
 def _run_rank(args: argparse.Namespace, rank: int) -> int:

@@ -146,10 +146,10 @@ def test_files_are_compared_byte_by_byte_and_the_config_by_its_meaning(tool, mod
 
 def test_what_takes_too_long_ends_and_says_so(tool, tmp_path):
     began = time.monotonic()
-    with pytest.raises(MegatronRLError, match=r"--timeout-s: not finished after 0\.2 s"), tool._deadline(0.2):
+    with pytest.raises(MegatronRLError, match=r"--timeout-s: not finished after 0\.2 s"), tool.deadline(0.2):
         time.sleep(30)
     assert time.monotonic() - began < 10
-    with tool._deadline(0.2):
+    with tool.deadline(0.2):
         pass
     time.sleep(0.3)
 
