@@ -96,9 +96,10 @@ class Watchdog:
     def _explain(self, error: BaseException) -> str:
         """Why a peer seems lost, with where every rank is; has all ranks write their stacks first."""
         own = self._process.phases.current
-        self._process.stacks.dump(f"{own}: {str(error).splitlines()[0]}")
+        self._process.stacks.dump(f"{own}: {type(error).__name__}")
         self._to_tell = json.dumps({"rank": self._rank, "message": ""})
         phases = {rank: read_phase(self._process.run_dir, rank) for rank in range(self._world_size)}
+        phases[self._rank] = own
         time.sleep(VERDICT_S)
         return f"{error}\n{others_are(self._rank, phases)}\n{self._where_stacks_are()}"
 

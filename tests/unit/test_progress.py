@@ -37,6 +37,13 @@ def test_progress_survives_a_round_trip_through_a_checkpoint() -> None:
     assert Progress(**json.loads(json.dumps(progress.to_dict()))) == progress
 
 
+def test_skipped_steps_in_a_row_survive_a_checkpoint_and_end_with_a_step_that_is_taken() -> None:
+    progress = Progress().advanced(1, skipped_in_a_row=1).advanced(2, skipped_in_a_row=2)
+    resumed = Progress(**json.loads(json.dumps(progress.to_dict())))
+    assert resumed.skipped_in_a_row == 2
+    assert resumed.advanced(3).skipped_in_a_row == 0
+
+
 def test_counts_add_up_and_go_on_in_the_next_stage() -> None:
     sft = Progress().advanced(1, counts={"samples": 4}).advanced(2, counts={"samples": 3})
     rl = sft.next_stage(1).advanced(1, sampler={"cursors": [1]}, counts={"prompts": 8}, weight_version=2)

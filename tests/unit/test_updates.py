@@ -7,11 +7,12 @@ from itertools import chain
 
 import pytest
 
+from megatron_rl.algo.metric import Metric
 from megatron_rl.data.types import Verdict
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.stages import OptimizerConfig, RlStage, SamplingConfig
 from megatron_rl.train.batches import local_batches, rollout_samples, split_updates
-from megatron_rl.train.rl_metrics import num_tokens, rollout_metrics
+from megatron_rl.train.rl_metrics import iteration_counts, num_tokens, rollout_metrics
 from megatron_rl.train.updates import informative_groups, plan_updates
 from tests.helpers.rollouts import group
 
@@ -115,3 +116,13 @@ def test_an_update_that_trains_on_nothing_is_not_taken() -> None:
     (update,) = plan_updates(groups, stage, ParallelLayout(), dp_rank=0)
     assert [sample.sample_id for sample in update.samples] == ["full/0", "full/1"]
     assert plan_updates(groups[:1], stage, ParallelLayout(), dp_rank=0) == []
+
+
+def test_a_skipped_update_is_counted_apart_from_those_that_were_taken() -> None:
+    groups = [group("mixed", [C, W]), group("all right", [C, C]), group("failed", [C, Verdict.ERROR])]
+    taken = [[Metric(name="policy/grad_norm", value=1.0, reduce="mean")]]
+    skipped = [[Metric(name="optim/skipped", value=1.0, reduce="sum")]]
+    counts = iteration_counts(groups, groups[:1], [taken, skipped])
+    taken_and_dropped = {"prompts": 3, "rollouts": 6, "dropped_ungraded": 1, "dropped_uninformative": 1, "updates": 1}
+    assert counts == taken_and_dropped | {"skipped_steps": 1}
+    assert "skipped_steps" not in iteration_counts(groups, groups[:1], [taken])
