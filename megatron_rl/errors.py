@@ -32,6 +32,10 @@ class EngineError(MegatronRLError):
     """A generation engine that did not start, stopped, or answered wrongly."""
 
 
+class LostEngineError(EngineError):
+    """An engine that died or no longer answers: a fresh one in its place can do what this one was asked for."""
+
+
 class RewardError(MegatronRLError):
     """A reward that could not be computed for reasons that are not the completion's."""
 

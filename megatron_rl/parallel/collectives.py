@@ -5,7 +5,7 @@ Each waits at most as long as the time-out that the group was made with (run.col
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -52,6 +52,25 @@ def is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, LostPeerError | dist.DistBackendError | dist.DistNetworkError):
         return True
     return type(error) is RuntimeError and "gloo/transport" in str(error)
+
+
+def broadcast_outcome(
+    work: Callable[[], T] | None, *, src: int, group: dist.ProcessGroup | None, shared: type[Exception]
+) -> T:
+    """What `work`, None on the other ranks, returns on global rank `src`, on every rank.
+
+    An error of class `shared` that it raises is raised on every rank; with any other, `src` ends alone.
+    """
+    outcome: T | Exception | None = None
+    if work is not None:
+        try:
+            outcome = work()
+        except shared as error:
+            outcome = error
+    outcome = broadcast_object(outcome, src=src, group=group)
+    if isinstance(outcome, shared):
+        raise outcome
+    return outcome  # type: ignore[return-value]
 
 
 def _is_distributed() -> bool:

@@ -128,6 +128,9 @@ class EngineConfig:
     start_timeout_s: PositiveFloat = 300.0
     # of one call with all its requests: an engine's share of an iteration, or of an evaluation set
     request_timeout_s: PositiveFloat = 600.0
+    # an engine that started and whose process then gives no sign of life for so long is lost
+    heartbeat_timeout_s: PositiveFloat = 60.0
+    restarts: NonNegativeInt = 3  # of lost engines in the stage, over all replicas; the next loss ends the run
     parity_bound: PositiveFloat | None = None  # largest allowed log-prob gap; none: 3e-4 fp32, 0.2 bf16
 
 

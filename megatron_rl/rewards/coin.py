@@ -15,5 +15,9 @@ class CoinReward:
         """One grade per input, in order; it judges no answer, so no verdict."""
         return [Grade(score=float(hashlib.sha256(item.text.encode()).digest()[0] & 1)) for item in inputs]
 
+    @property
+    def num_restarts(self) -> int:
+        return 0
+
     def close(self) -> None:
         """Nothing to release."""

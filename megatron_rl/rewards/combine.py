@@ -49,6 +49,11 @@ class RewardModel:
             self._combine({name: of[index] for name, of in grades.items()}) for index in range(len(inputs))
         ]
 
+    @property
+    def num_restarts(self) -> int:
+        """Checking processes that were lost through no fault of a response, and replaced."""
+        return sum(reward.num_restarts for reward in self._rewards.values())
+
     def close(self) -> None:
         """Release every process; safe to call twice."""
         for reward in self._rewards.values():

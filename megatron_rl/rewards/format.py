@@ -16,6 +16,10 @@ class FormatReward:
         """One grade per input, in order; it judges no answer, so no verdict."""
         return [_grade_one(item) for item in inputs]
 
+    @property
+    def num_restarts(self) -> int:
+        return 0
+
     def close(self) -> None:
         """Nothing to release."""
 

@@ -44,6 +44,10 @@ class MathAnswer:
         verdicts = self._check(open_pairs)
         return [_finish(draft, verdicts) for draft in drafts]
 
+    @property
+    def num_restarts(self) -> int:
+        return self._pool.num_restarts
+
     def close(self) -> None:
         self._pool.close()
 

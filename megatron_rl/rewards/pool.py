@@ -1,7 +1,8 @@
 """A small pool of long-lived checking processes with a hard deadline for each item.
 
-The parent keeps the clock: a worker that overruns is killed and replaced, whatever it is doing. When a
-worker dies, its item is tried once more on a fresh one. Usable from any thread; no signal handlers, no fork.
+The parent keeps the clock: a worker that overruns is killed and replaced, whatever it is doing. When a worker
+dies, or overruns without having computed, its item is tried once more on a fresh one. Usable from any thread; no
+signal handlers, no fork.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megatron_rl.rewards.worker import MAX_FRAME_BYTES, frame_length, write_fram
 
 _START_TIMEOUT_S = 120.0
 _ITEMS_PER_WORKER = 2000  # a symbolic library's caches grow; a fresh process is cheap
+_WEDGED_FRAC = 0.1  # of the time an answer may take; a worker that computed for less was kept from it
 _WORKER_MODULE = "megatron_rl.rewards.worker"
 
 
@@ -49,6 +51,7 @@ class WorkerPool:
         self._timeout_s = timeout_s
         self._module = module
         self._closed = False
+        self._num_restarts = 0
         self._lock = threading.Lock()
         self._all: set[_Worker] = set()
         self._slots: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
@@ -78,12 +81,14 @@ class WorkerPool:
                     reply = slot.ask(gold, answer, timeout_s=self._timeout_s)
                 except TimeoutError:
                     # the worker, whatever it is doing, ends here
-                    self._discard(slot)
+                    is_wedged = slot.is_wedged(self._timeout_s)
+                    self._discard(slot, lost=is_wedged)
                     slot = None
-                    seconds = time.monotonic() - started
-                    return PoolVerdict(Verdict.TIMEOUT, f"killed after {self._timeout_s:g} s", seconds)
+                    if not is_wedged or attempt == 2:
+                        seconds = time.monotonic() - started
+                        return PoolVerdict(Verdict.TIMEOUT, f"killed after {self._timeout_s:g} s", seconds)
                 except _WorkerDied as death:
-                    self._discard(slot)
+                    self._discard(slot, lost=True)
                     slot = None
                     reason = f"worker died: {death} (attempt {attempt} of 2)"
                 else:
@@ -109,6 +114,12 @@ class WorkerPool:
         with self._lock:
             return [worker.pid for worker in self._all]
 
+    @property
+    def num_restarts(self) -> int:
+        """Workers that died or hung without computing, and were replaced."""
+        with self._lock:
+            return self._num_restarts
+
     def _ready_worker(self, slot: _Worker | None) -> _Worker:
         if slot is not None and slot.num_items >= _ITEMS_PER_WORKER:
             self._discard(slot)
@@ -131,9 +142,10 @@ class WorkerPool:
             ) from None
         return worker
 
-    def _discard(self, worker: _Worker) -> None:
+    def _discard(self, worker: _Worker, *, lost: bool = False) -> None:
         with self._lock:
             self._all.discard(worker)
+            self._num_restarts += lost
         worker.kill()
         worker.release()
 
@@ -159,6 +171,11 @@ class _Worker:
             bufsize=0,
         )
         self.pid = self._process.pid
+        self._cpu_before_s = 0.0
+
+    def is_wedged(self, seconds: float) -> bool:
+        """Whether it computed for next to nothing of the `seconds` that the present item took."""
+        return _cpu_s(self.pid) - self._cpu_before_s < _WEDGED_FRAC * seconds
 
     def wait_ready(self) -> None:
         try:
@@ -169,6 +186,7 @@ class _Worker:
     def ask(self, gold: str, answer: str, *, timeout_s: float) -> dict[str, Any]:
         """Raises TimeoutError past the deadline, _WorkerDied if the process ended."""
         self.num_items += 1
+        self._cpu_before_s = _cpu_s(self.pid)
         deadline = time.monotonic() + timeout_s
         assert self._process.stdin is not None
         try:
@@ -226,3 +244,14 @@ class _Worker:
         self._process.wait()
         self._stderr.seek(0)
         return self._stderr.read()[-2000:].decode("utf-8", "replace").strip()
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far; 0 for one that is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0.0
+    # the name stands in parentheses and may hold anything; user and system time come 12th and 13th after it
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

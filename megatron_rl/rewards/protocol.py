@@ -33,4 +33,9 @@ class Reward(Protocol):
         """One grade per input, in order. Never raises for what a response contains."""
         ...
 
+    @property
+    def num_restarts(self) -> int:
+        """Helping processes that were lost through no fault of a response, and replaced."""
+        ...
+
     def close(self) -> None: ...

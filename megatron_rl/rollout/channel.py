@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import EngineError, LostEngineError
 from megatron_rl.rollout.wire import Message, recv_message, send_message
 
 STARTING = "starting"
@@ -20,26 +20,41 @@ class Channel:
     def __init__(self, sock: socket.socket, explain: Callable[[EngineError, float, str], str]) -> None:
         self._sock, self._explain = sock, explain
         self._lock = threading.Lock()
-        self._broken: str | None = None
+        self._lost: str | None = None
+        self._is_closed = False
 
     @property
-    def is_broken(self) -> bool:
-        return self._broken is not None
+    def is_open(self) -> bool:
+        """Whether another message may be sent."""
+        return self._lost is None and not self._is_closed
+
+    @property
+    def lost(self) -> str | None:
+        """Why the other end cannot be used any more; None as long as it can."""
+        return self._lost
+
+    def give_up(self, reason: str) -> LostEngineError:
+        """Nothing is sent from now on: the other end answers, but cannot be relied on."""
+        self._lost = self._lost or reason
+        return LostEngineError(self._lost)
 
     def exchange(
         self, message: Message, *, name: str, timeout_s: float, doing: str, turn_s: float | None = None
     ) -> Message:
         """The answer to `message`, whatever it says. `turn_s` (None: `timeout_s`) bounds the wait for earlier ones.
 
-        Raises EngineError, for ever after the other end was lost or did not answer in time.
+        Raises LostEngineError, for ever after the other end was lost or did not answer in time, and EngineError
+        when the message was not sent.
         """
         deadline = time.monotonic() + timeout_s
         patience = timeout_s if turn_s is None else turn_s
         if not self._lock.acquire(timeout=patience):
             raise EngineError(f"{name}: still busy with another command after {patience:g} s ({doing})")
         try:
-            if self._broken is not None:
-                raise EngineError(self._broken)
+            if self._lost is not None:
+                raise LostEngineError(self._lost)
+            if self._is_closed:
+                raise EngineError(f"{name}: was closed before {doing}")
             return self._round_trip(message, deadline=deadline, timeout_s=timeout_s, doing=doing)
         finally:
             self._lock.release()
@@ -47,7 +62,7 @@ class Channel:
     def close(self) -> None:
         """Close our end; the other end is gone already, so that whoever still waits for it is about to notice."""
         had_turn = self._lock.acquire(timeout=_LAST_TURN_S)
-        self._broken = self._broken or "engine: it was closed"
+        self._is_closed = True
         self._sock.close()
         if had_turn:
             self._lock.release()
@@ -61,8 +76,7 @@ class Channel:
         except EngineError as error:
             if not sent and type(error) is EngineError:
                 raise  # too large to send: not a byte left, so the next one may
-            self._broken = self._explain(error, timeout_s, doing)
-            raise EngineError(self._broken) from error
+            raise self.give_up(self._explain(error, timeout_s, doing)) from error
 
 
 def setting_behind(doing: str) -> str:

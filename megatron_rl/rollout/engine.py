@@ -31,7 +31,10 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Completions in the order of `requests`. Raises EngineError if a replica dies, hangs or is stale."""
+        """Completions in the order of `requests`: a pure function of them, the weights and the number of replicas.
+
+        Raises LostEngineError if a replica dies or hangs, EngineError if it is stale.
+        """
         ...
 
     def score_all(self, prompts: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -39,6 +42,14 @@ class RolloutEngine(Protocol):
 
         Computed afresh: nothing cached takes part.
         """
+        ...
+
+    def find_lost(self) -> dict[int, str]:
+        """Replicas that died or no longer answer, and why. Waits until the others are done with what they do."""
+        ...
+
+    def restart(self, replicas: Sequence[int]) -> None:
+        """Start these anew in the place of lost ones; all replicas need a weight transfer then. Raises EngineError."""
         ...
 
     def status(self) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import EngineError, MegatronRLError, ReshardError
+from megatron_rl.errors import EngineError, LostEngineError, MegatronRLError, ReshardError
 from megatron_rl.recipe.hosts import HostPort
 from megatron_rl.rollout.devices import node_id, versions
 from megatron_rl.rollout.engine_process import EngineProcess
@@ -254,6 +254,8 @@ def _answer(sock: socket.socket, process: EngineProcess, message: Message) -> No
             }
     except ReshardError as error:
         answer = {"error": {"kind": "reshard", "message": str(error)}}
+    except LostEngineError as error:
+        answer = {"error": {"kind": "lost", "message": str(error)}}
     except MegatronRLError as error:
         answer = {"error": {"kind": "engine", "message": str(error)}}
     except Exception as error:  # a bug of ours must not leave the trainer waiting

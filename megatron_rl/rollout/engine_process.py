@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from typing import Any
 from megatron_rl.errors import EngineError, ReshardError
 from megatron_rl.rollout.channel import STARTING, Channel, setting_behind
 from megatron_rl.rollout.devices import node_id
+from megatron_rl.rollout.process_group import is_stopped, members, stopped_members
 from megatron_rl.rollout.shared_memory import remove_shared_memory, shared_memory_of_group
 from megatron_rl.rollout.wire import Message, WireClosed, WireTimeout
 
 _LOG_TAIL_LINES = 12
+_MAX_SLICE_S = 1.0
 STOP_GRACE_S = 5.0
 
 
@@ -43,6 +46,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours, self._explain)
         self._life, their_life = socket.socketpair()
+        self._silence: str | None = None
         log_path.parent.mkdir(parents=True, exist_ok=True)
         fds = (theirs.fileno(), their_life.fileno())
         with open(log_path, "ab") as log, theirs, their_life:
@@ -74,22 +78,39 @@ class EngineProcess:
     def name(self) -> str:
         return f"engine replica {self.replica}{f' on {self.host}' if self.host else ''} (pid {self.pid})"
 
+    @property
+    def lost(self) -> str | None:
+        """Why it has to be replaced; None as long as it answers."""
+        return self._channel.lost
+
     def start(self, message: Message, *, timeout_s: float) -> None:
-        """Send the start message and wait until it is ready. Raises EngineError with the end of the log."""
+        """Send the start message and wait until it is ready. Raises EngineError with the end of the log.
+
+        From then on its process has to give a sign of life every `heartbeat_timeout_s` of the message, or is killed:
+        before, importing and compiling may keep it from that.
+        """
         self._exchange({**message, "devices": self.devices}, timeout_s=timeout_s, doing=STARTING)
         self._shared_memory = shared_memory_of_group(self.pid)
+        # vLLM's workers among them: their leader alone gives signs of life
+        pids = [int(process.name) for process in members(self.pid)]
+        threading.Thread(
+            target=self._watch, args=(pids, float(message["heartbeat_timeout_s"])), daemon=True
+        ).start()
 
     def ask(self, cmd: str, *, timeout_s: float, **fields: Any) -> Any:
-        """One command and its result. Raises what the engine says, and EngineError if it died."""
+        """One command and its result. Raises what the engine says, and LostEngineError if it is lost."""
         return self._exchange({"cmd": cmd, **fields}, timeout_s=timeout_s, doing=cmd)["result"]
 
     def close(self) -> None:
-        """Shutdown, then SIGTERM, then SIGKILL of its own process group. Safe to call twice."""
-        if self._process.poll() is None and not self._channel.is_broken:
+        """Shutdown, then SIGTERM, then SIGKILL of its own process group; the last at once for a lost one.
+
+        Safe to call twice.
+        """
+        if self._process.poll() is None and self._channel.is_open:
             with contextlib.suppress(EngineError, ReshardError):
                 self._exchange({"cmd": "shutdown"}, timeout_s=STOP_GRACE_S, doing="shutdown")
                 self._wait(STOP_GRACE_S)
-        if self._process.poll() is None:
+        if self._process.poll() is None and self.lost is None:
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)  # a stopped process hears nothing until it goes on
             self._wait(STOP_GRACE_S)
@@ -97,14 +118,40 @@ class EngineProcess:
 
     def kill(self) -> None:
         """SIGKILL of its own process group, whose workers may have outlived their leader. Safe to call twice."""
-        if self._process.poll() is None:
-            self._shared_memory |= shared_memory_of_group(self.pid)
+        # also after the end of the leader, whose workers may still be there
+        self._shared_memory |= shared_memory_of_group(self.pid)
         self._signal(signal.SIGKILL)
         self._wait(STOP_GRACE_S)
         remove_shared_memory(self._shared_memory)
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._channel.close()
+        # wakes the thread that listens there
+        with contextlib.suppress(OSError):
+            self._life.shutdown(socket.SHUT_RDWR)
         self._life.close()
+
+    def _watch(self, pids: Sequence[int], limit_s: float) -> None:
+        """Kill the process group once it was silent, or a process of it stopped, for `limit_s`.
+
+        Whoever waits for its answer hears of it then.
+        """
+        slice_s, silent_s = min(_MAX_SLICE_S, limit_s / 4), 0.0
+        try:
+            self._life.settimeout(slice_s)
+            while silent_s < limit_s:
+                try:
+                    if not self._life.recv(4096):
+                        return
+                    silent_s = silent_s + slice_s if any(map(is_stopped, pids)) else 0.0
+                except TimeoutError:
+                    # slice by slice: while we are stopped ourselves no time passes for it
+                    silent_s += slice_s
+        except OSError:
+            return  # it was closed
+        stopped = stopped_members(self.pid)
+        state = f"process {stopped[0]} stopped (state T)" if stopped else "gave no sign of life"
+        self._silence = f"{state} for {limit_s:g} s (engine.heartbeat_timeout_s)"
+        self._signal(signal.SIGKILL)
 
     def _exchange(self, message: Message, *, timeout_s: float, doing: str) -> Message:
         answer = self._channel.exchange(message, name=self.name, timeout_s=timeout_s, doing=doing)
@@ -112,17 +159,25 @@ class EngineProcess:
             if error["kind"] == "reshard":
                 raise ReshardError(f"{self.name}: {error['message']}")
             tail = self._log_tail() if error["kind"] == "start" else f"log {self.log_path}"
-            raise EngineError(f"{self.name}: {doing} failed: {error['message']}; {tail}")
+            text = f"{self.name}: {doing} failed: {error['message']}; {tail}"
+            raise self._channel.give_up(text) if error["kind"] == "crash" else EngineError(text)
         return answer
 
     def _explain(self, error: EngineError, timeout_s: float, doing: str) -> str:
         if isinstance(error, WireTimeout):
+            stopped = stopped_members(self.pid)
+            why = (
+                f"its process {stopped[0]} is stopped (state T)"
+                if stopped
+                else f"raise {setting_behind(doing)} if it needs longer"
+            )
             return (
-                f"{self.name}: did not answer within {timeout_s:g} s while {doing}; "
-                f"raise {setting_behind(doing)} if it needs longer; {self._log_tail()}"
+                f"{self.name}: did not answer within {timeout_s:g} s while {doing}; {why}; {self._log_tail()}"
             )
         if isinstance(error, WireClosed):
             self._wait(2.0)
+            if self._silence is not None:
+                return f"{self.name}: {self._silence} while {doing}, so it was killed; {self._log_tail()}"
             return f"{self.name}: died ({self._exit_status()}) while {doing}; {self._log_tail()}"
         return f"{self.name}: answered what is no answer while {doing} ({error}); {self._log_tail()}"
 

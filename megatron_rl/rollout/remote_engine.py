@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.errors import EngineError, LostEngineError, ReshardError
 from megatron_rl.recipe.hosts import HostPort
 from megatron_rl.rollout.channel import STARTING, Channel, setting_behind
 from megatron_rl.rollout.devices import versions
@@ -86,6 +86,7 @@ class RemoteEngine:
         self.devices = None if devices is None else tuple(devices)
         self._sock, facts = _enter(address)
         self._channel = Channel(self._sock, self._explain)
+        self._lost: str | None = None
         self.node = facts.node
         opening = {
             "cmd": "open",
@@ -110,6 +111,11 @@ class RemoteEngine:
     def name(self) -> str:
         return f"engine replica {self.replica} on {self.host} (pid {self.pid})"
 
+    @property
+    def lost(self) -> str | None:
+        """Why it has to be replaced: what its host says, or that the way there is gone; None as long as it answers."""
+        return self._lost or self._channel.lost
+
     def start(self, message: Message, *, timeout_s: float) -> None:
         """Send the start message and wait until it is ready. Raises EngineError with the end of the log."""
         self._exchange(
@@ -117,13 +123,13 @@ class RemoteEngine:
         )
 
     def ask(self, cmd: str, *, timeout_s: float, **fields: Any) -> Any:
-        """One command and its result. Raises what the engine says, and EngineError if it or the way there is gone."""
+        """One command and its result. Raises what the engine says, LostEngineError if it or the way there is gone."""
         message = {"cmd": "ask", "name": cmd, "timeout_s": timeout_s, "fields": fields}
         return self._exchange(message, timeout_s=timeout_s, doing=cmd)["result"]
 
     def close(self) -> None:
         """Let the host stop its process group; without an answer the end of the connection does. Safe to call twice."""
-        if not self._channel.is_broken:
+        if self._channel.is_open:
             with contextlib.suppress(EngineError):
                 self._channel.exchange(
                     {"cmd": "close"}, name=self.name, timeout_s=_CLOSE_S, doing="close", turn_s=_TURN_S
@@ -139,6 +145,9 @@ class RemoteEngine:
         )
         if error := answer.get("error"):
             # it names the replica and the host already
+            if error["kind"] == "lost":
+                self._lost = error["message"]
+                raise LostEngineError(self._lost)
             raise (ReshardError if error["kind"] == "reshard" else EngineError)(error["message"])
         return answer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +49,11 @@ class Replica(Protocol):
         """Positions among the GPUs that its machine shows; None without."""
         ...
 
+    @property
+    def lost(self) -> str | None:
+        """Why it has to be replaced; None as long as it answers."""
+        ...
+
     def start(self, message: Message, *, timeout_s: float) -> None: ...
 
     def ask(self, cmd: str, *, timeout_s: float, **fields: Any) -> Any: ...
@@ -56,34 +61,44 @@ class Replica(Protocol):
     def close(self) -> None: ...
 
 
-def open_replicas(config: EngineConfig, *, hf_path: str | Path, log_dir: str | Path) -> Iterator[Replica]:
-    """Each replica as its process comes up, in order; none is started yet. Whoever asks for them closes them.
+class ReplicaPlaces:
+    """Where each replica of an engine runs: `open` it there, the first time and in the place of a lost one.
 
     Raises EngineError when GPUs are missing, and for engines on hosts what `check_hosts` raises.
     """
-    logs = [Path(log_dir) / f"engine_{replica}.log" for replica in range(config.replicas)]
-    if not config.hosts:
-        devices = _devices(config.replicas, config.tp, torch.cuda.device_count() if has_accelerator() else 0)
-        for replica, log in enumerate(logs):
-            yield EngineProcess(replica, log, devices=devices[replica])
-        return
-    facts, addresses = check_hosts(config, hf_path=hf_path), _addresses(config)
-    run = {"run": uuid.uuid4().hex, "label": f"{socket.gethostname()}:{Path(log_dir).absolute()}"}
-    num_hosts = len(addresses)
-    # on each host they are counted from its first device
-    by_host = [
-        _devices(
-            len(range(i, config.replicas, num_hosts)), config.tp, facts[i].gpus, machine=str(addresses[i])
-        )
-        for i in range(num_hosts)
-    ]
-    for replica, log in enumerate(logs):
-        yield RemoteEngine(
+
+    def __init__(self, config: EngineConfig, *, hf_path: str | Path, log_dir: str | Path) -> None:
+        self._config, self._hf_path, self._log_dir = config, hf_path, Path(log_dir)
+        self._addresses = _addresses(config)
+        self._run = {
+            "run": uuid.uuid4().hex,
+            "label": f"{socket.gethostname()}:{Path(log_dir).absolute()}",
+        }
+        if not config.hosts:
+            visible = torch.cuda.device_count() if has_accelerator() else 0
+            self._devices = _devices(config.replicas, config.tp, visible)
+            return
+        facts, num_hosts = check_hosts(config, hf_path=hf_path), len(self._addresses)
+        # on each host they are counted from its first device
+        by_host = [
+            _devices(
+                len(range(i, config.replicas, num_hosts)), config.tp, facts[i].gpus, machine=str(address)
+            )
+            for i, address in enumerate(self._addresses)
+        ]
+        self._devices = [by_host[i % num_hosts][i // num_hosts] for i in range(config.replicas)]
+
+    def open(self, replica: int) -> Replica:
+        """Its process, without a model yet; whoever asks for it closes it."""
+        log, devices = self._log_dir / f"engine_{replica}.log", self._devices[replica]
+        if not self._addresses:
+            return EngineProcess(replica, log, devices=devices)
+        return RemoteEngine(
             replica,
-            addresses[replica % num_hosts],
-            devices=by_host[replica % num_hosts][replica // num_hosts],
-            run=run,
-            model=describe_model(hf_path),
+            self._addresses[replica % len(self._addresses)],
+            devices=devices,
+            run=self._run,
+            model=describe_model(self._hf_path),
             note_path=log,
         )
 

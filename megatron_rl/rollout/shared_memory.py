@@ -6,21 +6,22 @@ vLLM's CPU workers never remove theirs, and killed ones cannot.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_PROC, _SHM = Path("/proc"), "/dev/shm/"
+from megatron_rl.rollout.process_group import members
+
+_SHM = Path("/dev/shm")
 
 
 def shared_memory_of_group(group: int) -> set[Path]:
     """Files in /dev/shm that processes of process group `group` have mapped; nothing where there is no /proc."""
-    found = set()
-    for process in _PROC.glob("[0-9]*"):
+    inodes: set[int] = set()
+    for process in members(group):
         # processes end while we look
         with contextlib.suppress(OSError):
-            if _group_of(process) == group:
-                found |= _mapped_files(process)
-    return found
+            inodes.update(_mapped_inodes(process))
+    return {file for file in _SHM.glob("*") if _inode(file) in inodes}
 
 
 def remove_shared_memory(files: Iterable[Path]) -> None:
@@ -30,15 +31,17 @@ def remove_shared_memory(files: Iterable[Path]) -> None:
             file.unlink()
 
 
-def _group_of(process: Path) -> int:
-    # the name stands in parentheses and may hold anything; then come state, parent and group
-    return int((process / "stat").read_text().rpartition(")")[2].split()[2])
-
-
-def _mapped_files(process: Path) -> set[Path]:
-    files = set()
+def _mapped_inodes(process: Path) -> Iterator[int]:
     for line in (process / "maps").read_text().splitlines():
+        # address, permissions, offset, device, inode, path. The path may be an earlier name of the file: whoever makes
+        # a semaphore maps it before it gets its own
         fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5].startswith(_SHM) and not fields[5].endswith(" (deleted)"):
-            files.add(Path(fields[5]))
-    return files
+        if len(fields) == 6 and fields[5].startswith(f"{_SHM}/"):
+            yield int(fields[4])
+
+
+def _inode(file: Path) -> int | None:
+    try:
+        return file.stat().st_ino
+    except OSError:
+        return None

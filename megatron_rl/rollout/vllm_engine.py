@@ -5,23 +5,40 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from megatron_rl.data.types import Completion, Finish
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import EngineError, ReshardError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.reshard.tables import check_served, check_target
 from megatron_rl.reshard.transports import TransportKind
 from megatron_rl.rollout.engine import GenerateRequest
-from megatron_rl.rollout.replicas import Replica, meeting_host, open_replicas
+from megatron_rl.rollout.replicas import Replica, ReplicaPlaces, meeting_host
+from megatron_rl.rollout.wire import Message
 
 _ACK_SLACK_S = 30.0  # beyond the transfer's own time-out, for its error to travel back
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    """What one replica was asked to generate in one call, and its answer when it comes."""
+
+    requests: Sequence[GenerateRequest]
+    weight_version: int
+    answer: Future[list[Completion]]
+
+    def serves(self, requests: Sequence[GenerateRequest], weight_version: int) -> bool:
+        """Whether it has, or will have, the completions of these."""
+        return (self.requests, self.weight_version) == (requests, weight_version) and not (
+            self.answer.done() and self.answer.exception()
+        )
 
 
 class VllmEngine:
@@ -30,6 +47,9 @@ class VllmEngine:
     def __init__(self, config: EngineConfig, *, spec: ModelSpec, max_model_len: int) -> None:
         self._config, self._spec, self._max_model_len = config, spec, max_model_len
         self._replicas: list[Replica] = []
+        self._places: ReplicaPlaces | None = None
+        self._start_message: Message = {}
+        self._blocks: list[_Block] = []
         self._threads = ThreadPoolExecutor(max_workers=config.replicas, thread_name_prefix="engine")
         self._weight_version = -1
 
@@ -64,7 +84,7 @@ class VllmEngine:
             )
         _check_port_free(config.port)
         engine = cls(config, spec=spec, max_model_len=max_model_len)
-        message = {
+        engine._start_message = {
             "hf_path": str(Path(hf_path).absolute()),  # an engine host was started in another directory
             "dtype": dtype,
             "tp": config.tp,
@@ -74,11 +94,13 @@ class VllmEngine:
             "max_concurrent": config.max_concurrent,
             "kv_cache_gib": config.kv_cache_gib,
             "gpu_memory_fraction": config.gpu_memory_fraction,
+            "heartbeat_timeout_s": config.heartbeat_timeout_s,
         }
         try:
-            for replica in open_replicas(config, hf_path=hf_path, log_dir=log_dir):
-                engine._replicas.append(replica)
-            engine._all(lambda replica: replica.start(message, timeout_s=config.start_timeout_s))
+            engine._places = places = ReplicaPlaces(config, hf_path=hf_path, log_dir=log_dir)
+            for number in range(config.replicas):
+                engine._replicas.append(places.open(number))
+            engine._all(engine._start)
         except BaseException:
             engine.close()
             raise
@@ -116,19 +138,27 @@ class VllmEngine:
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Completions in the order of `requests`; replicas take blocks of them, so that groups stay together.
 
-        Raises EngineError naming the replica that died, timed out or is stale, or the request that does not
-        fit.
+        Raises LostEngineError naming the replica that died or timed out, at once: the others go on, and the next
+        call takes their completions where it asks for the same. EngineError names a replica that is stale, or the
+        request that does not fit.
         """
         for i, request in enumerate(requests):
             self._check_fits(f"request {i}", len(request.prompt_token_ids), request.max_tokens)
         share = -(-len(requests) // len(self._replicas))
         blocks = [requests[i : i + share] for i in range(0, len(requests), share)] if requests else []
-        answers = self._together(
-            [
-                self._threads.submit(self._generate_on, replica, block)
-                for replica, block in zip(self._replicas, blocks, strict=False)
-            ]
-        )
+        earlier = dict(enumerate(self._blocks))
+        self._blocks = [
+            earlier[i]
+            if i in earlier and earlier[i].serves(block, self._weight_version)
+            else _Block(
+                requests=block,
+                weight_version=self._weight_version,
+                answer=self._threads.submit(self._generate_on, self._replicas[i], block),
+            )
+            for i, block in enumerate(blocks)
+        ]
+        answers = self._together([block.answer for block in self._blocks])
+        self._blocks = []
         return [completion for block in answers for completion in block]
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
@@ -155,6 +185,26 @@ class VllmEngine:
             weight_version=self._weight_version,
         )
         return scores
+
+    def find_lost(self) -> dict[int, str]:
+        """Replicas that died or no longer answer, and why. Waits until the others are done with what they do."""
+
+        def look(replica: Replica) -> None:
+            # what a living one is busy with has its own time-out
+            with suppress(EngineError, ReshardError):
+                replica.ask("status", timeout_s=self._config.request_timeout_s + 2 * _ACK_SLACK_S)
+
+        self._all(look)
+        return {replica.replica: replica.lost for replica in self._replicas if replica.lost is not None}
+
+    def restart(self, replicas: Sequence[int]) -> None:
+        """Start these anew in the place of lost ones; all replicas need a weight transfer then.
+
+        Raises EngineError, as `start`; a replica that did not start is lost.
+        """
+        starting = [self._threads.submit(self._restart, number) for number in replicas]
+        wait(starting)
+        self._together(starting)
 
     def status(self) -> list[dict[str, Any]]:
         """Of each replica: `weight_version` and `stale` (None, or why it refuses to generate)."""
@@ -220,6 +270,16 @@ class VllmEngine:
                 f"needs at least "
                 f"one, and both together at most {self._max_model_len}"
             )
+
+    def _start(self, replica: Replica) -> None:
+        replica.start(self._start_message, timeout_s=self._config.start_timeout_s)
+
+    def _restart(self, number: int) -> None:
+        assert self._places is not None
+        # its devices, memory and, on another host, its place have to be free
+        self._replicas[number].close()
+        self._replicas[number] = fresh = self._places.open(number)
+        self._start(fresh)
 
     def _generate_on(self, replica: Replica, block: Sequence[GenerateRequest]) -> list[Completion]:
         answers = replica.ask(

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from megatron_rl.rollout.shared_memory import remove_shared_memory, shared_memor
 from megatron_rl.rollout.vllm_plugin import BACKEND, register
 from megatron_rl.rollout.wire import Message, WireClosed, recv_message, send_message
 
+_BEAT_S = 1.0
 CPU_BLOCK_TOKENS = 32  # vLLM on CPU wants KV blocks in multiples of 32 tokens
 
 
@@ -34,9 +36,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="socket that carries requests and answers")
     parser.add_argument(
-        "--life-fd", type=int, required=True, help="socket that closes when the owner is gone"
+        "--life-fd",
+        type=int,
+        required=True,
+        help="socket that closes when the owner is gone, and takes signs of life",
     )
-    parser.add_argument("--scratch", required=True, help="directory for temporary files; goes with this process")
+    parser.add_argument(
+        "--scratch", required=True, help="directory for temporary files; goes with this process"
+    )
     args = parser.parse_args()
     # of this process and of vLLM's workers
     os.environ["TMPDIR"] = tempfile.tempdir = args.scratch
@@ -65,14 +72,15 @@ def main() -> int:
 
 
 def _die_with_owner(life: socket.socket, owner: int, scratch: str) -> None:
-    """End the whole process group once the owner closed its end or is no longer our parent.
+    """End the whole process group once the owner closed its end or is no longer our parent; until then, beat.
 
     The parent is asked as well because a child that the owner forked may keep the socket open after its
     death.
     """
-    life.settimeout(1.0)
+    life.settimeout(_BEAT_S)
     while os.getppid() == owner:
         try:
+            _beat(life)
             if not life.recv(1):
                 break
         except TimeoutError:
@@ -85,6 +93,12 @@ def _die_with_owner(life: socket.socket, owner: int, scratch: str) -> None:
         remove_shared_memory(shared_memory_of_group(os.getpid()))
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
+
+
+def _beat(life: socket.socket) -> None:
+    """A sign of life. Before we have started nobody takes it, and it may not fit any more."""
+    with suppress(BlockingIOError, TimeoutError):
+        life.send(b".", socket.MSG_DONTWAIT)
 
 
 def _set_environment(start: Message) -> None:
@@ -185,7 +199,9 @@ class EngineServer:
                 answer = {"error": {"kind": "reshard", "message": str(error)}}
             except Exception as error:  # the owner decides what a failed command means
                 traceback.print_exc()
-                answer = {"error": {"kind": "engine", "message": _one_line(error)}}
+                # of a request that cannot be served we know what it did to us: nothing
+                kind = "engine" if isinstance(error, EngineError | ValueError | TypeError) else "crash"
+                answer = {"error": {"kind": kind, "message": _one_line(error)}}
             try:
                 send_message(sock, answer)
             except WireClosed:
@@ -207,6 +223,8 @@ class EngineServer:
         from vllm.sampling_params import RequestOutputKind
 
         self._check_fresh(message["weight_version"])
+        # a cached block was computed in another batch: its last bits must not depend on what was asked before
+        self._forget_prefixes()
         requests = message["requests"]
         params = [
             SamplingParams(
@@ -269,10 +287,13 @@ class EngineServer:
     def _commit(self, message: Message) -> None:
         """What was received is complete on every engine: nothing of the old weights may stay, then generate."""
         version = message["weight_version"]
-        if not self._llm.reset_prefix_cache():
-            raise EngineError("the prefix cache could not be reset: requests are still running")
+        self._forget_prefixes()
         self._llm.update_weight_version(str(version))
         self._version, self._stale = version, None
+
+    def _forget_prefixes(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("the prefix cache could not be reset: requests are still running")
 
     def _raise_worker_errors(self) -> None:
         if errors := [error for error in self._llm.collective_rpc(_outcome) if error is not None]:

@@ -1,6 +1,6 @@
 """Steps that wait inside a library and cannot be interrupted, given up once somebody knows that they must fail.
 
-Rank 0 hears from its engines; the other trainer ranks hear it from rank 0, over the store where the group meets.
+Rank 0 hears from its engines; the other members hear it from rank 0, over the store where the group meets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GivenUp(ReshardError):
 
 
 class Board:
-    """One word for all trainer ranks of a group: why it cannot go on. Raises ReshardError if nobody keeps the store."""
+    """One word for all members of a group: why it cannot go on. Raises ReshardError if nobody keeps the store."""
 
     def __init__(self, member: Membership) -> None:
         # a connection of its own: on another one, somebody may be waiting
@@ -73,7 +73,7 @@ def run_watched(step: Callable[[], T], given_up: Callable[[], str | None]) -> T:
 
 
 def watch_engines(step: Callable[[], T], engines: Future[object] | None, board: Board) -> T:
-    """`step()`, given up on every rank once `engines`, which rank 0 alone has, fails."""
+    """`step()`, given up by every member once `engines`, which rank 0 alone has, fails."""
 
     def lost() -> str | None:
         if engines is None:

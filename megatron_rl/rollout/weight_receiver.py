@@ -30,6 +30,7 @@ from megatron_rl.reshard.execute import connect_plan
 from megatron_rl.reshard.plan import ReshardPlan, plan_from_inputs
 from megatron_rl.reshard.receive import WeightStream
 from megatron_rl.reshard.transports import Membership, Router, TransportKind
+from megatron_rl.rollout.watch import Board, watch_engines
 
 
 @dataclass
@@ -101,7 +102,10 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
             port=info.port,
             timeout_s=info.timeout_s,
         )
-        self._router = connect_plan(plan, member, kind=info.transport)
+        # a member that will not come must not keep this worker waiting
+        self._router = watch_engines(
+            lambda: connect_plan(plan, member, kind=info.transport), None, Board(member)
+        )
         dtype = self.model_config.dtype
         assert isinstance(dtype, torch.dtype)
         self._stream = WeightStream(plan, self._router, dtype=dtype, device=self.device, canary=info.canary)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from megatron_rl.errors import EngineError, MegatronRLError, ReshardError
 from megatron_rl.model.spec import ModelSpec
@@ -24,6 +25,9 @@ from megatron_rl.reshard.transports import LOOPBACK, Membership, Router, open_st
 from megatron_rl.rollout.devices import node_id
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.watch import Board, GivenUp, watch_engines
+
+_PORT_S = 30.0  # a step that was given up holds its group, and a fixed port with it, until it notices
+_RETRY_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +71,7 @@ class WeightSync:
         self._params, self._rank, self._engine, self._dtype = params, rank, engine, dtype
         self._config = config
         self._host, self._trainers, self._canary = host, trainers, canary
+        self._port_patience_s = 0.0
         self._router: Router | None = None
         self._board: Board | None = None
         self._sender: WeightSender | None = None
@@ -140,7 +145,7 @@ class WeightSync:
         if self._rank == 0:
             host = self._engine.meeting_host(self._host) if self._engine else self._host
             try:
-                store = open_store(host, self._config.port, timeout_s=timeout_s)
+                store = self._open_store(host, timeout_s)
                 where = [host, store.port, None]
             except ReshardError as error:
                 where = [None, None, str(error)]
@@ -179,6 +184,16 @@ class WeightSync:
         except ReshardError:
             self.disconnect()
             raise
+
+    def _open_store(self, host: str, timeout_s: float) -> TCPStore:
+        deadline, self._port_patience_s = time.monotonic() + self._port_patience_s, _PORT_S
+        while True:
+            try:
+                return open_store(host, self._config.port, timeout_s=timeout_s)
+            except ReshardError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_S)
 
     def _find_placement(self) -> Placement:
         """Ask every trainer rank and every replica where it runs. Collective."""

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import LostPeerError, MegatronRLError
+from megatron_rl.errors import LostEngineError, LostPeerError, MegatronRLError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.model.what_if import EqualHead, OnlyLayers, OtherRope
 from megatron_rl.reshard.diagnosis import (
@@ -90,7 +90,7 @@ def diagnose(case: Case, trials: Trials, engine: AskEngine, *, budget_s: float) 
         for look in inquiry.explanations():
             if (found := look()) is not None:
                 return found
-    except LostPeerError:
+    except (LostPeerError, LostEngineError):
         raise
     except MegatronRLError as error:
         inquiry.seen.append(f"the search ended early: {error}")

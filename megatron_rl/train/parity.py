@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.parallel.collectives import broadcast_object
+from megatron_rl.errors import LostEngineError, ReshardError
+from megatron_rl.parallel.collectives import broadcast_object, broadcast_outcome
 from megatron_rl.reshard.diagnosis import Diagnosis
 from megatron_rl.reshard.verify import ParityReport, Probe, Values, compare, parity_bound
 from megatron_rl.rollout.engine import GenerateRequest, RolloutEngine
@@ -41,6 +43,11 @@ class Verdict:
             f"{report.max:.3g} nats at {report.worst} (mean {report.mean:.3g}, p99 {report.p99:.3g} over "
             f"{report.num_values} log-probs, bound {self.bound:g}): {self.diagnosis}"
         )
+
+    def check(self) -> None:
+        """Raises ReshardError, with the diagnosis, when trainer and engine do not agree."""
+        if self.diagnosis is not None:
+            raise ReshardError(str(self))
 
     def metrics(self) -> dict[str, float]:
         report = self.report
@@ -92,10 +99,17 @@ class ParityGate:
         self._at_start = _scores_at_start(engine, self._prompts) if engine is not None else []
 
     def check(self, version: int) -> Verdict:
-        """Compare both sides; with a gap over the bound, find out why. Collective, the same on every rank."""
+        """Compare both sides; with a gap over the bound, find out why. Collective, the same on every rank.
+
+        Raises LostEngineError on every rank when an engine is lost meanwhile.
+        """
         began = time.monotonic()
-        probes, engine = self._ask() if self._engine is not None else ([], [])
-        probes = broadcast_object(probes, src=0, group=self._group)
+        probes, engine = broadcast_outcome(
+            self._ask if self._engine is not None else None,
+            src=0,
+            group=self._group,
+            shared=LostEngineError,
+        )
         trainer = self._trainer(probes)
         diagnosis, report = None, None
         if self._engine is not None:
@@ -149,7 +163,7 @@ class ParityGate:
         trials = Trials(self._policy, lambda: self._push(version), group=self._group)
         if self._engine is None:
             trials.serve()
-            return broadcast_object(None, src=0, group=self._group)  # type: ignore[return-value]
+            return broadcast_outcome(None, src=0, group=self._group, shared=LostEngineError)
         worst = report.worst.replica
         case = Case(
             report=report,
@@ -164,11 +178,14 @@ class ParityGate:
             temperature=self._temperature,
         )
         replica = _Replica(self._engine, worst, self._temperature, self._sampled_tokens)
-        try:
-            diagnosis = diagnose(case, trials, replica, budget_s=self._diagnosis_s)
-        finally:
-            trials.close()
-        return broadcast_object(diagnosis, src=0, group=self._group)
+
+        def find() -> Diagnosis:
+            try:
+                return diagnose(case, trials, replica, budget_s=self._diagnosis_s)
+            finally:
+                trials.close()
+
+        return broadcast_outcome(find, src=0, group=self._group, shared=LostEngineError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +206,11 @@ class _Replica:
 
 
 def _scores_at_start(engine: RolloutEngine, prompts: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-    """By replica; none where an engine was started without weights."""
-    is_ready = all(status["stale"] is None for status in engine.status())
-    return engine.score_all(prompts) if is_ready else []
+    """By replica; none where an engine was started without weights, or one is lost: the first transfer sees to it."""
+    with suppress(LostEngineError):
+        if all(status["stale"] is None for status in engine.status()):
+            return engine.score_all(prompts)
+    return []
 
 
 def _sample(

@@ -49,5 +49,6 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
             )
             run.reporter.rollouts(progress, groups)
             metrics |= session.evaluate_if_due(iteration + 1)
+            metrics |= session.fault_metrics()
             run.finish_step(progress, metrics, total=stage.iterations)
     return progress

@@ -15,7 +15,6 @@ from typing import Any
 from megatron_rl.data.chat import stop_token_ids
 from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.types import RolloutGroup
-from megatron_rl.errors import ReshardError
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.rewards.combine import RewardModel
 from megatron_rl.rollout.collect import Collector, Draw
@@ -24,6 +23,7 @@ from megatron_rl.rollout.weight_sync import WeightSync
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.eval_result import EvalResult
 from megatron_rl.train.evaluate import evaluate
+from megatron_rl.train.live_engines import LiveEngines
 from megatron_rl.train.metrics import Meter
 from megatron_rl.train.parity import SAMPLED_TOKENS, ParityGate
 from megatron_rl.train.progress import Progress
@@ -66,6 +66,7 @@ class RlSession:
                 stage.rewards, workers=stage.grader.workers, timeout_s=stage.grader.timeout_s
             )
             opening.callback(grader.close)
+            self._grader = grader
             engine = ENGINES[stage.engine.kind](
                 stage.engine,
                 hf_path=run.recipe.model.hf_path,
@@ -82,7 +83,7 @@ class RlSession:
         # the other ranks wait here until the engines run
         prompts = run.from_driver(self._data.parity_prompts() if self._data else ())
         self._weight_version = -1
-        self._sync = WeightSync(
+        sync = WeightSync(
             run.policy.named_params,
             spec=run.spec,
             layout=run.layout,
@@ -93,21 +94,21 @@ class RlSession:
             host=run.host,
             trainers=run.driver_group,
         )
-        run.reporter.plan(self._sync.plan)
-        self._parity = ParityGate(
+        run.reporter.plan(sync.plan)
+        parity = ParityGate(
             run.policy,
             engine,
             prompts,
             bound=stage.engine.parity_bound,
             temperature=stage.sampling.temperature,
-            push=self._sync.push,
+            push=sync.push,
             group=run.driver_group,
             sampled_tokens=min(SAMPLED_TOKENS, stage.sampling.max_response_tokens),
         )
+        self._engines = LiveEngines(engine, sync, parity, restarts=stage.engine.restarts, run=run)
         self.push_weights(self._progress)
         if self._progress.step == 0:
             run.reporter.starting_point(self._progress, self._evaluate(0))
-            run.from_driver(None)
 
     def push_weights(self, progress: Progress) -> dict[str, float]:
         """Transfer the weights of the step that led to `progress`, then compare both sides. Collective.
@@ -118,11 +119,9 @@ class RlSession:
         if version == self._weight_version:
             return {}  # no group of the iteration taught anything
         self._run.phases.enter("sync")
-        transfer = self._sync.push(version)
-        verdict = self._parity.check(version)
+        transfer, verdict = self._engines.update(version)
         self._run.reporter.transfer(progress, transfer, verdict)
-        if verdict.diagnosis is not None:
-            raise ReshardError(str(verdict))
+        verdict.check()
         self._weight_version = version
         return {
             "sync/bytes": float(transfer.bytes),
@@ -132,39 +131,46 @@ class RlSession:
 
     def collect(self, iteration: int, meter: Meter) -> list[RolloutGroup]:
         """Draw prompts, sample, grade; the same groups on every rank. Collective."""
-        groups: list[RolloutGroup] = []
-        if self._data is not None:
-            sampling = self._stage.sampling
-            draw = Draw(
-                samples=self._stage.group_size,
-                seed=partial(derive_seed, self._run.recipe.run.seed, self._progress.stage, iteration),
-                max_tokens=sampling.max_response_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
+        if self._data is None:
+            return self._engines.ask(None)
+        sampling = self._stage.sampling
+        draw = Draw(
+            samples=self._stage.group_size,
+            seed=partial(derive_seed, self._run.recipe.run.seed, self._progress.stage, iteration),
+            max_tokens=sampling.max_response_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+        prompts = self._data.sampler.take(iteration, self._stage.prompts_per_iteration)
+        token_ids = self._data.prompts.token_ids
+        return self._engines.ask(
+            lambda: self._collector.collect(
+                prompts, token_ids, draw, weight_version=self._weight_version, span=meter.span
             )
-            prompts = self._data.sampler.take(iteration, self._stage.prompts_per_iteration)
-            groups = self._collector.collect(
-                prompts,
-                self._data.prompts.token_ids,
-                draw,
-                weight_version=self._weight_version,
-                span=meter.span,
-            )
-        return self._run.from_driver(groups)
+        )
 
     def sampler_state(self) -> Mapping[str, Any]:
         """Prompt cursors, for the checkpoint; empty on ranks that hold no prompts."""
         return self._data.sampler.state_dict() if self._data is not None else {}
 
+    def fault_metrics(self) -> dict[str, float]:
+        """What was lost and replaced since the stage began or was taken up; on the driving rank, nothing for none."""
+        if self._data is None:
+            return {}
+        counts = {
+            "engine/restarts": self._engines.num_restarts,
+            "reward/worker_restarts": self._grader.num_restarts,
+        }
+        return {name: float(count) for name, count in counts.items() if count}
+
     def evaluate_if_due(self, iteration: int) -> dict[str, float]:
-        """Evaluate after every `eval.every` iterations and after the last; the other ranks wait. Collective."""
+        """Evaluate after every `eval.every` iterations and after the last. Collective."""
         config = self._stage.eval
         if config is None or (iteration % config.every and iteration != self._stage.iterations):
             return {}
         began = time.monotonic()
         self._run.reporter.evaluation(self._evaluate(iteration))
-        self._run.from_driver(None)
         return {"time/eval_s": time.monotonic() - began}
 
     def _evaluate(self, iteration: int) -> list[EvalResult]:
@@ -173,13 +179,16 @@ class RlSession:
             return []
         self._run.phases.enter("eval")
         if self._data is None:
-            return []
-        return evaluate(
-            self._collector,
-            self._data.eval_sets,
-            config,
-            max_tokens=self._stage.sampling.max_response_tokens,
-            run_seed=self._run.recipe.run.seed,
-            iteration=iteration,
-            weight_version=self._weight_version,
+            return self._engines.ask(None)
+        sets = self._data.eval_sets
+        return self._engines.ask(
+            lambda: evaluate(
+                self._collector,
+                sets,
+                config,
+                max_tokens=self._stage.sampling.max_response_tokens,
+                run_seed=self._run.recipe.run.seed,
+                iteration=iteration,
+                weight_version=self._weight_version,
+            )
         )

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -186,7 +187,9 @@ def num_steps(run_dir: Path) -> int:
 def test_a_killed_grader_a_ctrl_c_and_a_killed_engine(here: Path, beginner: Path) -> None:
     """One run, interrupted and taken up again: an engine takes most of the time of a start."""
     run_dir = here / "runs" / "faults"
-    options = (*SMALL, f"model.hf_path={beginner}", "stages.1.prompts=small/algebra.jsonl")
+    options = (
+        *SMALL, f"model.hf_path={beginner}", "stages.1.prompts=small/algebra.jsonl", "stages.1.engine.restarts=0",
+    )  # fmt: skip
     process = start(here, run_dir, *options)
     wait_for(lambda: process.poll() is not None or bool(processes_of(run_dir, GRADER)), "a grading process")
     wait_for(lambda: process.poll() is not None or num_steps(run_dir) >= 3, "the first iteration")
@@ -213,6 +216,33 @@ def test_a_killed_grader_a_ctrl_c_and_a_killed_engine(here: Path, beginner: Path
     assert f"{run_dir}/logs/engine_0.log ends with" in log
     assert_nothing_is_left(run_dir)
     assert [line["step"] for line in lines(run_dir)] == list(range(1, num_steps(run_dir) + 1))
+
+
+@pytest.mark.timeout(900)
+def test_every_rank_takes_part_in_a_restart_and_ends_when_none_is_left(here: Path, beginner: Path) -> None:
+    run_dir = here / "runs" / "restarts"
+    options = ("--nproc", "2", f"model.hf_path={beginner}", "stages.1.engine.restarts=1", "checkpoint=null")
+    process = start(here, run_dir, *SMALL, *options)
+    first, second = (kill_engine_after(process, run_dir, steps) for steps in (3, 5))
+    code, output, errors = ended(process, timeout_s=300)
+    assert code == USER_ERROR
+    assert f"engine replica 0 (pid {first}): died (signal SIGKILL) while" in output
+    assert is_one_message(
+        errors,
+        rf"rank \d of 2 failed first \(exit code 2\)\n"
+        rf"  engine replica 0 \(pid {second}\): died \(signal SIGKILL\) while \w+; log ",
+    ), errors
+    assert "engine.restarts: 1 of 1 were used in this stage" in errors
+    counts = [line.get("engine/restarts", 0) for line in lines(run_dir)]
+    assert sorted(set(counts)) == [0, 1] and counts == sorted(counts)
+    assert_nothing_is_left(run_dir)
+
+
+def kill_engine_after(process: subprocess.Popen[str], run_dir: Path, steps: int) -> int:
+    wait_for(lambda: process.poll() is not None or num_steps(run_dir) >= steps, f"step {steps}")
+    (engine,) = processes_of(run_dir, ENGINE)
+    os.kill(engine, signal.SIGKILL)
+    return engine
 
 
 def assert_every_verdict_is_right(run_dir: Path) -> None:

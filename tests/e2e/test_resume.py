@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_rl.train.phases import PHASES, read_phase
 from tests.helpers.checkpoints import load_tool
-from tests.helpers.processes import assert_nothing_is_left, ended, wait_for
+from tests.helpers.distributed import free_port
+from tests.helpers.processes import assert_nothing_is_left, ended, processes_of, wait_for
 from tests.helpers.quickstart import ROOT, lines, start, train
 
 SFT_STEPS, ITERATIONS = 12, 8
@@ -20,6 +24,7 @@ GOLDEN = ROOT / "tests" / "golden" / "recipe.yaml"
 KILLED_AFTER = SFT_STEPS + 3  # one iteration beyond a checkpoint
 # wall time is all that may differ
 _CLOCK = ("time_s", "sync/transfer_s", "sync/parity_s", "throughput/tokens_per_s")
+ENGINE = "megatron_rl.rollout.vllm_worker"
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +146,57 @@ def contents(run_dir: Path) -> dict[str, bytes]:
         for name, path in named.items()
         if name not in ("report.html", "load.json") and not name.startswith("logs/")
     }
+
+
+@pytest.mark.timeout(900)
+def test_a_run_whose_engine_is_killed_and_then_stopped_is_the_run_that_was_not_disturbed(
+    place: Path, beginner: Path, straight: Path
+) -> None:
+    run_dir = place / "runs" / "disturbed"
+    # the second group has to get the port of the first
+    port, alive = f"stages.1.engine.port={free_port()}", "stages.1.engine.heartbeat_timeout_s=10"
+    scratch = run_dir.parent / "disturbed_scratch"
+    scratch.mkdir()
+    process = start(
+        place, run_dir, f"model.hf_path={beginner}", port, alive, recipe=GOLDEN, environment={"TMPDIR": str(scratch)}
+    )
+    engines = []
+    try:
+        # stopped while the trainer is busy, the engine meets the next transfer
+        for step, phase, number in ((2, "generate", signal.SIGKILL), (3, "train", signal.SIGSTOP)):
+            wait_for_phase(process, run_dir, step, phase)
+            engines += processes_of(run_dir, ENGINE)
+            os.kill(engines[-1], number)
+    finally:
+        code, output, errors = ended(process, timeout_s=400)
+    assert code == 0, errors[-3000:]
+    killed, stopped = (f"engine replica 0 (pid {pid}): " for pid in engines)
+    assert re.search(re.escape(killed) + r"died \(signal SIGKILL\) while \w+: started again in \S+ s", output), output
+    assert f"{stopped}process {engines[1]} stopped (state T) for 10 s (engine.heartbeat_timeout_s) while" in output
+    want, got = lines(straight), lines(run_dir)
+    counts = [line.pop("engine/restarts", 0) for line in got]
+    assert counts == sorted(counts) and set(counts) == {0, 1, 2}
+    assert list(map(without_clock, got)) == list(map(without_clock, want))
+    assert_same_files(straight, run_dir, "rollouts/iter_*.jsonl", "model/model.safetensors")
+    assert_nothing_is_left(run_dir)
+    assert not list(scratch.glob("megatron_rl*"))
+
+
+def wait_for_phase(process: subprocess.Popen[str], run_dir: Path, step: int, phase: str) -> None:
+    """Until an iteration is in `phase`, or beyond."""
+    order = PHASES.index
+
+    def is_there() -> bool:
+        seen = read_phase(run_dir, 0)
+        return process.poll() is not None or (
+            seen is not None and seen.stage == "rl" and (seen.step, order(seen.phase)) >= (step, order(phase))
+        )
+
+    wait_for(is_there, f"{phase} of iteration {step}", timeout_s=400)
+
+
+def assert_same_files(one: Path, other: Path, *patterns: str) -> None:
+    names = [path.relative_to(one) for pattern in patterns for path in sorted(one.glob(pattern))]
+    assert len(names) >= len(patterns)
+    for name in names:
+        assert (other / name).read_bytes() == (one / name).read_bytes(), name

@@ -1,11 +1,12 @@
 """Real vLLM on CPU, in its own process: what it samples, what it runs on after an update, and how it fails.
 
-The tests share one engine of two replicas on a tied model and leave it fresh; the last one kills a replica.
+The tests share one engine of two replicas on a tied model and leave it fresh; the last two end replicas.
 """
 
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.data.types import Finish, Prompt
-from megatron_rl.errors import EngineError, ReshardError, TrainingError
+from megatron_rl.errors import EngineError, LostEngineError, ReshardError, TrainingError
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.reshard.execute import WeightSender, connect_plan
@@ -111,6 +112,27 @@ def test_two_replicas_draw_the_samples_of_one_and_none_twice(engine):
     assert [engine.generate([each])[0] for each in requests] == shared_out
     assert engine.generate(requests[::-1]) == shared_out[::-1]
     assert len({tuple(completion.token_ids) for completion in shared_out}) == len(requests)
+
+
+def test_generation_depends_on_the_requests_alone_not_on_what_was_asked_before(engine):
+    """Prefixes of more than one cache block, computed in other batches before, leave no trace in the last bit."""
+    first = [request([*LONG_PROMPT[:70], i % 3, *LONG_PROMPT[:i]], seed=i) for i in range(12)]
+    other = [request([*LONG_PROMPT[:70], i % 2, 9, 9], seed=i, max_tokens=5) for i in range(5)]
+    fresh = engine.generate(first)
+    engine.score_all([LONG_PROMPT, [*LONG_PROMPT[:70], 1]])
+    between = engine.generate(other)
+    assert engine.generate(first) == fresh
+    assert engine.generate(other) == between
+
+
+def test_two_replicas_draw_the_samples_of_one_with_long_shared_prefixes(engine):
+    requests = [request([*LONG_PROMPT[:70], i // 3], seed=i) for i in range(9)]
+    together = engine.generate(requests)
+    # a request that comes alone goes to the first replica
+    alone = [engine.generate([each])[0] for each in requests]
+    assert [each.token_ids for each in alone] == [each.token_ids for each in together]
+    assert max(max_gap(a.logprobs, b.logprobs) for a, b in zip(alone, together, strict=True)) < 1e-6
+    assert len({tuple(each.token_ids) for each in together}) == len(requests)
 
 
 def test_logprobs_are_those_of_the_sampling_temperature(engine, models):
@@ -334,14 +356,42 @@ def test_two_workers_share_an_untied_model_and_die_with_their_owner(tmp_path):
     assert shared and not any(file.exists() for file in shared)
 
 
-def test_a_killed_replica_is_an_error_that_names_it(engine):
-    pids = engine.pids
-    threading.Timer(0.3, os.kill, (pids[1], signal.SIGKILL)).start()
-    with pytest.raises(EngineError, match=rf"engine replica 1 \(pid {pids[1]}\): died \(signal SIGKILL\)"):
+@pytest.mark.timeout(600)
+def test_a_killed_replica_is_named_and_a_fresh_one_redoes_its_block_to_the_last_bit(engine, push):
+    push.sync.disconnect()
+    push(40, 2)
+    requests = [request([5, i], i, max_tokens=100) for i in range(32)]
+    wanted = engine.generate(requests)
+    survivor, victim = engine.pids
+    threading.Timer(0.3, os.kill, (victim, signal.SIGKILL)).start()
+    died = rf"engine replica 1 \(pid {victim}\): died \(signal SIGKILL\) while generate"
+    with pytest.raises(LostEngineError, match=died):
         for _ in range(200):
-            engine.generate([request([5, i], i, max_tokens=100) for i in range(32)])
+            engine.generate(requests)
+    assert [(replica, bool(re.match(died, why))) for replica, why in engine.find_lost().items()] == [(1, True)]
+    kept = engine._blocks[0].answer.result()
+    engine.restart([1])
+    assert engine.pids[0] == survivor and group_members(victim) == [] and engine.find_lost() == {}
+    with pytest.raises(EngineError, match=r"engine replica 1 .* weights are version -1, the request expects 40"):
+        engine.generate(requests)
+    push.sync.disconnect()
+    push(40, 2)
+    redone = engine.generate(requests)
+    assert redone == wanted
+    assert all(one is other for one, other in zip(redone, kept, strict=False))
+
+
+def test_replicas_that_end_leave_nothing(engine):
+    """The first is lost and closed, the second is closed while it works."""
+    pids, left = engine.pids, {Path(replica._scratch) for replica in engine._replicas}
+    for pid in pids:
+        left |= shared_memory_of_group(pid)
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(LostEngineError):
+        engine.generate([request([5, i], i, max_tokens=100) for i in range(64)])
     engine.close()
     assert [group_members(pid) for pid in pids] == [[], []]
+    assert not any(file.exists() for file in left)
 
 
 def group_members(leader):

@@ -10,14 +10,14 @@ import time
 
 import pytest
 
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import EngineError, LostEngineError
 from megatron_rl.recipe.hosts import HostPort, parse_host_port
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.rollout import engine_host, remote_engine
 from megatron_rl.rollout.devices import node_id
 from megatron_rl.rollout.engine_host import EngineHost, listen, run_engine_host
 from megatron_rl.rollout.handshake import SecretRefused, admit, enter, read_secret
-from megatron_rl.rollout.replicas import check_hosts, meeting_host, open_replicas
+from megatron_rl.rollout.replicas import ReplicaPlaces, check_hosts, meeting_host
 from megatron_rl.rollout.wire import recv_message, send_message
 from tests.helpers import engine_hosts
 from tests.helpers.processes import wait_for
@@ -63,8 +63,9 @@ def opened(model, tmp_path):
 
     def some(*hosts, logs="logs", **config):
         config = EngineConfig(hosts=hosts, **config)
-        for replica in open_replicas(config, hf_path=model, log_dir=tmp_path / logs):
-            replicas.append(replica)
+        places = ReplicaPlaces(config, hf_path=model, log_dir=tmp_path / logs)
+        for number in range(config.replicas):
+            replicas.append(places.open(number))
         return replicas[-config.replicas :]
 
     yield some
@@ -100,12 +101,13 @@ def test_each_host_counts_its_own_gpus(serve, model, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rl.rollout.replicas.has_accelerator", lambda: True)
     (one, _), (two, _) = serve(gpus=4), serve(gpus=2)
     config = EngineConfig(hosts=(one, two), replicas=3, tp=2)
-    replicas = list(open_replicas(config, hf_path=model, log_dir=tmp_path))
+    places = ReplicaPlaces(config, hf_path=model, log_dir=tmp_path)
+    replicas = [places.open(number) for number in range(3)]
     assert [replica.devices for replica in replicas] == [(0, 1), (0, 1), (2, 3)]
     for replica in replicas:
         replica.close()
     with pytest.raises(EngineError, match=rf"need 4 GPUs of engine\.hosts\.1: {two}, 2 are visible"):
-        list(open_replicas(EngineConfig(hosts=(one, two), replicas=4, tp=2), hf_path=model, log_dir=tmp_path))
+        ReplicaPlaces(EngineConfig(hosts=(one, two), replicas=4, tp=2), hf_path=model, log_dir=tmp_path)
 
 
 def test_a_host_with_gpus_does_not_serve_a_trainer_without(serve, model):
@@ -120,8 +122,10 @@ def test_an_engine_that_dies_there_is_named_with_its_host_and_the_end_of_its_log
     log = tmp_path / "there" / "engine_0.log"
     wait_for(lambda: b"started" in log.read_bytes(), "the first line of its log")
     os.kill(replica.pid, signal.SIGKILL)
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(LostEngineError) as caught:
         replica.ask("status", timeout_s=30)
+    assert replica.lost == str(caught.value)
+    assert other.lost is None
     assert f"engine replica 0 on {at} (pid {replica.pid}): died (signal SIGKILL) while status" in str(caught.value)
     assert f"--- engine process {replica.pid} started 20" in str(caught.value)
     # and this one is told what its own process says
@@ -129,12 +133,30 @@ def test_an_engine_that_dies_there_is_named_with_its_host_and_the_end_of_its_log
         other.start({}, timeout_s=30)
 
 
+def test_a_lost_replica_is_opened_again_on_its_host(serve, model, tmp_path):
+    (one, _), (two, said) = serve(), serve()
+    places = ReplicaPlaces(EngineConfig(hosts=(one, two), replicas=2), hf_path=model, log_dir=tmp_path)
+    replicas = [places.open(number) for number in range(2)]
+    lost = replicas[1]
+    os.kill(lost.pid, signal.SIGKILL)
+    with pytest.raises(LostEngineError):
+        lost.ask("status", timeout_s=30)
+    lost.close()
+    replicas.append(places.open(1))
+    assert (replicas[2].host, replicas[2].lost) == (two, None)
+    assert is_running(replicas[2].pid) and not is_running(lost.pid)
+    for replica in replicas:
+        replica.close()
+    assert [line for line in said if "ended: the trainer closed it" in line]
+    assert not any(is_running(replica.pid) for replica in replicas)
+
+
 def test_an_engine_that_does_not_answer_there_is_an_error_in_time(serve, opened):
     at, _ = serve()
     (replica,) = opened(at)
     os.kill(replica.pid, signal.SIGSTOP)
-    expected = rf"replica 0 on {at} .*: did not answer within 0\.3 s while generate; raise engine\.request_timeout_s"
-    with pytest.raises(EngineError, match=expected):
+    expected = rf"replica 0 on {at} .*: did not answer within 0\.3 s while generate; its process {replica.pid} is stopp"
+    with pytest.raises(LostEngineError, match=expected):
         replica.ask("generate", timeout_s=0.3, requests=[])
     replica.close()
     assert not is_running(replica.pid)
@@ -155,7 +177,8 @@ def test_a_busy_host_says_with_whom_and_takes_the_next_run_once_that_ended(serve
 
 def open_two_and_wait(at, model, logs, pids):
     """A trainer of its own process."""
-    replicas = list(open_replicas(EngineConfig(hosts=(at,), replicas=2), hf_path=model, log_dir=logs))
+    places = ReplicaPlaces(EngineConfig(hosts=(at,), replicas=2), hf_path=model, log_dir=logs)
+    replicas = [places.open(number) for number in range(2)]
     pids.send([replica.pid for replica in replicas])
     time.sleep(600)
 
@@ -266,7 +289,7 @@ def test_without_the_secret_nothing_is_started(serve, model, tmp_path, theirs):
         (tmp_path / "secret").write_bytes(theirs)
         config["secret_file"] = str(tmp_path / "secret")
     with pytest.raises(EngineError, match=rf"engine\.secret_file: engine\.hosts\.0: {at} does not let us in: it"):
-        list(open_replicas(EngineConfig(hosts=(at,), **config), hf_path=model, log_dir=tmp_path))
+        ReplicaPlaces(EngineConfig(hosts=(at,), **config), hf_path=model, log_dir=tmp_path)
     (tmp_path / "secret").write_bytes(SECRET + b"\n")
     config["secret_file"] = str(tmp_path / "secret")
     assert len(check_hosts(EngineConfig(hosts=(at,), **config), hf_path=model)) == 1

@@ -2,11 +2,12 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
 
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import EngineError, LostEngineError
 from megatron_rl.rollout.engine_process import EngineProcess
 
 
@@ -37,13 +38,34 @@ def test_a_stopped_engine_that_takes_no_bytes_is_an_error_in_time_and_can_be_clo
     process = start()
     os.kill(process.pid, signal.SIGSTOP)
     message = [{"prompt_token_ids": [1234] * 1_000_000}]
-    expected = rf"engine replica 3 \(pid {process.pid}\): did not answer within 0\.3 s while generate"
+    expected = (
+        rf"engine replica 3 \(pid {process.pid}\): did not answer within 0\.3 s while generate; "
+        rf"its process {process.pid} is stopped \(state T\); log"
+    )
     for _ in range(2):  # half a message went out: the second must not follow it
-        with pytest.raises(EngineError, match=expected):
+        with pytest.raises(LostEngineError, match=expected):
             process.ask("generate", timeout_s=0.3, requests=message)
     process.close()
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+def test_a_silent_process_is_killed_and_named_and_one_that_beats_is_not(start):
+    process = start()
+    # what `start` does once the model is loaded
+    watching = threading.Thread(target=process._watch, args=([process.pid], 3.0))
+    watching.start()
+    watching.join(4.0)
+    assert watching.is_alive() and process.lost is None
+    os.kill(process.pid, signal.SIGSTOP)
+    expected = (
+        rf"engine replica 3 \(pid {process.pid}\): process {process.pid} stopped \(state T\) for 3 s "
+        r"\(engine\.heartbeat_timeout_s\) while generate, so it was killed; log"
+    )
+    with pytest.raises(LostEngineError, match=expected) as error:
+        process.ask("generate", timeout_s=60)
+    watching.join(5.0)
+    assert not watching.is_alive() and process.lost == str(error.value)
 
 
 def test_a_message_that_cannot_be_sent_leaves_the_engine_usable(start, monkeypatch):

@@ -55,6 +55,27 @@ def test_only_files_of_the_group_are_found_and_they_outlive_a_killed_process_unt
         ours.unlink()
 
 
+def test_semaphores_are_found_by_whoever_made_them():
+    code = (
+        "import multiprocessing, sys\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(lock._semlock.name, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:  # fmt: skip
+        file = Path("/dev/shm") / f"sem.{process.stdout.readline().strip().removeprefix('/')}"
+        assert file.exists()
+        found = shared_memory_of_group(process.pid)
+        # with it whoever would have removed the file
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert found == {file} and file.exists()
+        remove_shared_memory(found)
+        assert not file.exists()
+
+
 def test_a_group_that_is_gone_has_none(holder):
     process, _ = holder
     process.kill()

@@ -5,7 +5,9 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,8 @@ def test_an_item_past_its_deadline_is_killed_and_the_next_one_answered():
     (first,) = pool.pids()
     assert pool.check(*HANG).verdict is Verdict.TIMEOUT
     assert not is_alive(first)
+    # it computed: the answer's doing, which gets no second try
+    assert pool.num_restarts == 0
     assert pool.check("x+1", "1+x").verdict is Verdict.CORRECT
     pool.close()
 
@@ -46,7 +50,20 @@ def test_a_worker_that_died_while_idle_is_replaced_without_a_trace_in_the_verdic
     pool.check("x+1", "1+x")
     os.kill(pool.pids()[0], signal.SIGKILL)
     assert pool.check("y+1", "1+y").verdict is Verdict.CORRECT
+    assert pool.num_restarts == 1
     pool.close()
+
+
+def test_a_stopped_worker_is_killed_in_time_and_its_item_judged_by_a_fresh_one():
+    with closing(WorkerPool(workers=1, timeout_s=6.0)) as pool:
+        pool.check("x+1", "1+x")
+        (first,) = pool.pids()
+        os.kill(first, signal.SIGSTOP)
+        began = time.monotonic()
+        assert pool.check("y+1", "1+y").verdict is Verdict.CORRECT
+        assert time.monotonic() - began >= 6.0
+        assert not is_alive(first)
+        assert pool.num_restarts == 1
 
 
 def test_a_worker_that_dies_twice_on_an_item_is_an_error_verdict():
