@@ -134,7 +134,8 @@ def test_ranks_that_are_stopped_hung_or_killed(place: Path, straight: Path) -> N
     ), errors
     assert "run_training" in leg.stacks(0)
 
-    assert ended(start(place, run_dir, *OPTIONS, ALWAYS, "--resume"))[0] == 0
+    last = start(place, run_dir, *OPTIONS, ONLY_AT_THE_END, "--resume")
+    assert ended(last, timeout_s=300)[0] == 0
     assert not (run_dir / "stopped.json").exists()
     assert steps_of(run_dir) == steps_of(straight)
     assert len(steps_of(run_dir)) == STEPS
