@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megatron_rl.data.chat import render_prompt
 from megatron_rl.data.curriculum import CurriculumSampler
@@ -110,32 +111,12 @@ def with_logprobs(
 ) -> list[RolloutGroup]:
     """The same groups with these log-probs of their responses, by sample id."""
     return [
-        RolloutGroup(
-            prompt=group.prompt,
-            rollouts=[
-                _with_logprobs(rollout, logprobs[sample_id(group.prompt, rollout)])
-                for rollout in group.rollouts
-            ],
-        )
+        replace(group, rollouts=[_with_logprobs(rollout, logprobs) for rollout in group.rollouts])
         for group in groups
     ]
 
 
-def sample_id(prompt: Prompt, rollout: Rollout) -> str:
-    """What `rollout_samples` calls the sample."""
-    return f"{prompt.id}/{rollout.sample_index}"
-
-
-def _with_logprobs(rollout: Rollout, logprobs: Sequence[float]) -> Rollout:
-    old = rollout.completion
-    completion = Completion(
-        token_ids=old.token_ids, logprobs=logprobs, finish=old.finish, weight_version=old.weight_version
-    )
-    return Rollout(
-        prompt=rollout.prompt,
-        prompt_token_ids=rollout.prompt_token_ids,
-        sample_index=rollout.sample_index,
-        completion=completion,
-        text=rollout.text,
-        reward=rollout.reward,
-    )
+def _with_logprobs(rollout: Rollout, logprobs: Mapping[str, Sequence[float]]) -> Rollout:
+    # the name that `rollout_samples` gives the sample
+    own = logprobs[f"{rollout.prompt.id}/{rollout.sample_index}"]
+    return replace(rollout, completion=replace(rollout.completion, logprobs=own))
