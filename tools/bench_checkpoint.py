@@ -3,7 +3,8 @@
     plain     torch.save into one file; with fsync, and what of it is without
     sync      a save that writes, compares and publishes before it returns
     async     how long the same save holds the run up when a writer process does the writing: the copy into memory,
-              and the publishing at a later step; `behind` is how long the writer takes, beside an idle trainer
+              and the questions whether it is done at every later step, each 0.5 s, with what follows from the answer;
+              `behind` is how long that goes on, beside a trainer that does nothing
     load      model and optimizer, digests included; against torch.load of the plain file
 
 Model (bfloat16) and optimizer (float32 weights and both moments) of a synthetic Qwen2-type model. The three ways of
@@ -46,6 +47,7 @@ HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 1024, 2816, 16, 4, 8000
 LAYER_PARAMS = 11_300_000  # at these sizes
 BYTES_PER_PARAM = 14       # a bfloat16 weight, its float32 copy and two moments
 TIMEOUT_S = 600.0
+STEP_S = 0.5               # of a training step that goes on meanwhile
 
 Seconds = dict[str, list[float]]
 
@@ -138,7 +140,7 @@ class Bench:
         began = time.perf_counter()
         publishing = 0.0
         while store.is_saving:
-            time.sleep(0.01)
+            time.sleep(STEP_S)
             publishing += timed(store.poll)
         behind = time.perf_counter() - began
         return {"async": copying + publishing, "async copy": copying, "async publish": publishing, "behind": behind}

@@ -35,6 +35,20 @@ def test_wrong_answers_of_different_rewards_teach_nothing() -> None:
     assert informative_groups([replace(plain, rollouts=shaped)], drop_zero_advantage=True) == []
 
 
+def test_an_iteration_counts_prompts_rollouts_and_why_groups_were_dropped() -> None:
+    groups = [group("right", [C, C]), group("mixed", [C, W]), group("wrong", [W, W]), group("g", [C, Verdict.ERROR])]
+    kept = informative_groups(groups, drop_zero_advantage=True)
+    taken, skipped = (Metric(name=name, value=1.0, reduce="max") for name in ("optim/lr", "optim/skipped"))
+    assert iteration_counts(groups, kept, [[[taken]], [[taken, skipped]]]) == {
+        "prompts": 4,
+        "rollouts": 8,
+        "dropped_ungraded": 1,
+        "dropped_uninformative": 2,
+        "updates": 1,
+        "skipped_steps": 1,
+    }
+
+
 @pytest.mark.parametrize("failed", [Verdict.ERROR, Verdict.BAD_GOLD])
 def test_a_group_whose_grader_failed_is_never_trained_on(failed: Verdict) -> None:
     assert informative_groups([group("g", [C, failed])], drop_zero_advantage=False) == []
