@@ -138,7 +138,7 @@ class Policy:
         TrainingError on all of them where it differs.
         """
         stats = self.optimizer.step()
-        if self._num_steps_to_check:
+        if self._num_steps_to_check and not stats.was_skipped:
             self._num_steps_to_check -= 1
             check_replicas(
                 self.chunks, self.spec, self.layout, rank=self._rank, step=self.optimizer.num_steps
