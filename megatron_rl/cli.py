@@ -123,7 +123,10 @@ def _train(args: argparse.Namespace) -> int:
 
 def _stopped(stopped: Stopped, process: RankProcess) -> int:
     """The exit code of a rank that ended on request."""
-    if stopped.exit_code == STOPPED and not (process.run_dir / STOPPED_FILE).exists():
+    if (process.run_dir / STOPPED_FILE).exists():
+        # at a step border: rank 0 has said what it saved
+        return stopped.exit_code
+    if stopped.exit_code == STOPPED:
         phase = process.phases.current
         # what an earlier start saved is still the latest
         write_stopped(
