@@ -96,7 +96,7 @@ class Watchdog:
     def _explain(self, error: BaseException) -> str:
         """Why a peer seems lost, with where every rank is; has all ranks write their stacks first."""
         own = self._process.phases.current
-        self._process.stacks.dump(f"{own}: {type(error).__name__}")
+        self._process.stacks.dump(f"{own}: {(str(error) or type(error).__name__).splitlines()[0]}")
         self._to_tell = json.dumps({"rank": self._rank, "message": ""})
         phases = {rank: read_phase(self._process.run_dir, rank) for rank in range(self._world_size)}
         phases[self._rank] = own
