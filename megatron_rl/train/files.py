@@ -30,6 +30,12 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
+def remove_partial(directory: Path) -> None:
+    """Delete what `write_atomically` had not finished in `directory` when a process was killed."""
+    for path in directory.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def append_whole(stream: IO[bytes], content: bytes) -> None:
     """Append to an unbuffered file: all of `content`, or nothing and an OSError."""
     end = stream.seek(0, os.SEEK_END)

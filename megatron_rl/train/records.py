@@ -17,7 +17,14 @@ from megatron_rl.data.types import Rollout
 from megatron_rl.errors import TrainingError
 from megatron_rl.train.board import Board
 from megatron_rl.train.eval_result import EvalResult
-from megatron_rl.train.files import append_whole, read_jsonl, to_json, write_atomically, writing
+from megatron_rl.train.files import (
+    append_whole,
+    read_jsonl,
+    remove_partial,
+    to_json,
+    write_atomically,
+    writing,
+)
 
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
@@ -44,6 +51,8 @@ class RunRecords:
         self.run_dir = Path(run_dir)
         with writing(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            for directory in (self.run_dir, self.run_dir / ROLLOUTS):
+                remove_partial(directory)
             kept = _keep_lines(self.run_dir / METRICS_FILE, last_step)
             _keep_evals(self.run_dir / EVAL_FILE, last_step)
             _keep_rollouts(self.run_dir / ROLLOUTS, last_iteration)
@@ -103,7 +112,7 @@ class RunRecords:
         """One line of eval.jsonl, at the latest logged step.
 
         Its numbers belong into the `log_step` of that step (`result.metrics()`), which puts them on the board;
-        `board` does so for an evaluation that belongs to no step.
+        `board` does so for an evaluation that belongs to no step; one that a stage makes again is shown once.
         """
         line = {"stage": stage, "step": self._last_step, **result.to_json()}
         path = self.run_dir / EVAL_FILE
@@ -112,7 +121,7 @@ class RunRecords:
         if board:
             points = {name: value for name, value in result.metrics().items() if math.isfinite(value)}
             with writing(self.run_dir / BOARD):
-                self._board.add(points, step=max(0, self._last_step))
+                self._board.add_once(points, step=max(0, self._last_step))
 
     def write_rollouts(self, iteration: int, rollouts: Sequence[Rollout]) -> Path:
         """rollouts/iter_000012.jsonl, one line per rollout."""

@@ -129,12 +129,13 @@ def _load_data(index: int, run: RunContext) -> SftData | RlData | None:
 def _export(run: RunContext) -> None:
     """The final weights as a Hugging Face directory; replaces that of an earlier end of the same run. Collective."""
     out_dir = run.run_dir / "model"
-    if run.is_driver and out_dir.exists():
-        # half a deletion must not look like a model
+    if run.is_driver:
+        # half a deletion must not look like a model; one that was killed is taken up again
         doomed = out_dir.with_name(".old-model")
         shutil.rmtree(doomed, ignore_errors=True)
-        out_dir.rename(doomed)
-        shutil.rmtree(doomed)
+        if out_dir.exists():
+            out_dir.rename(doomed)
+            shutil.rmtree(doomed)
     run.policy.save_hf(str(out_dir), hf_source=run.recipe.model.hf_path)
 
 

@@ -84,6 +84,15 @@ def test_numbers_that_are_not_finite_become_null_and_the_next_line_counts_them(t
     assert [record["max"] for record in syncs(tmp_path)] == [None, None]
 
 
+def test_what_a_killed_process_had_not_finished_is_removed(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    half = [tmp_path / ".parity.json.7.tmp", tmp_path / "rollouts" / ".iter_000001.jsonl.7.tmp"]
+    for path in half:
+        path.write_text("[{")
+    RunRecords(tmp_path, last_step=0).close()
+    assert [path for path in half if path.exists()] == []
+
+
 def test_parity_json_is_whole_after_every_transfer(tmp_path):
     records = RunRecords(tmp_path)
     for step in range(3):
@@ -196,6 +205,29 @@ def test_a_full_disk_is_an_error_naming_the_file_and_leaves_whole_lines(tmp_path
     assert list((tmp_path / "rollouts").iterdir()) == []
     assert (tmp_path / "eval.jsonl").read_bytes() == b""
     assert capfd.readouterr().err == ""
+
+
+def test_an_evaluation_that_a_stage_makes_again_is_on_the_board_once(tmp_path):
+    for last_step in (None, 1, 1):
+        records = RunRecords(tmp_path, last_step=last_step)
+        if last_step is None:
+            log(records, 0, 1)
+        records.write_eval(evaluation(0), board=True)
+        records.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(event.step, event.value) for event in board.Scalars("eval/heldout/avg_at_k")] == [(1, 0.25)]
+    assert [event.step for event in board.Scalars("sft/loss")] == [0, 1]
+
+
+def test_a_first_evaluation_that_is_made_again_is_on_the_board_once(tmp_path):
+    for last_step in (None, 0):
+        records = RunRecords(tmp_path, last_step=last_step)
+        records.write_eval(evaluation(0), board=True)
+        records.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("eval/heldout/avg_at_k")] == [0]
 
 
 def test_a_board_on_a_full_disk_raises_where_it_is_written_and_keeps_whole_points(tmp_path, capfd):
