@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_rl.errors import CheckpointError
 from megatron_rl.model import checkpoint_files as files
 from megatron_rl.model import checkpoint_load as load
+from megatron_rl.model.background import Background
 from megatron_rl.model.checkpoint_files import MODEL_DIR, OPTIMIZER_DIR, Recorded, SavedState
 from megatron_rl.model.checkpoint_match import check_same_recipe, flat_recipe, flat_spec, recipe_digest
 from megatron_rl.model.checkpoint_plan import (
@@ -40,7 +41,7 @@ from megatron_rl.model.checkpoint_shards import Trainable, model_state, owned_mo
 from megatron_rl.model.checkpoint_writer import Written, write_verified
 from megatron_rl.model.generators import generator_states
 from megatron_rl.model.load_report import LoadReport
-from megatron_rl.model.together import Background, Together
+from megatron_rl.model.together import Together
 from megatron_rl.recipe.schema import Recipe
 
 __all__ = ["CheckpointStore", "SavedState", "Trainable"]
@@ -79,6 +80,9 @@ class CheckpointStore:
         self._pending: SavedState | None = None
         self._is_written = False
         self._publishing: Background[None] | None = None
+        # then older checkpoints are deleted, on rank 0
+        self._is_retaining = False
+        self._retaining: Background[None] | None = None
         self._entries: list[Entries] = []  # of every rank, as they were last planned
         self._index: dict[str, tuple[bytes, Metadata]] = {}  # of each directory; on rank 0
         self._report: LoadReport | None = None
@@ -101,6 +105,8 @@ class CheckpointStore:
         self._staging.close()
         if self._pending is not None:
             self._forget()
+        with suppress(Exception):
+            self._wait_for_retaining()
 
     def latest(self) -> SavedState | None:
         """The checkpoint to resume from, None where none was published. Not collective.
@@ -155,9 +161,13 @@ class CheckpointStore:
             self._advance()
 
     def finish(self) -> None:
-        """Wait for the save that is being written, if any, until it is published. Collective."""
+        """Wait for the save that is being written, if any, until it is published and older ones are deleted.
+        Collective."""
         while self._pending is not None:
             self._advance()
+        if self._is_retaining:
+            self._is_retaining = False
+            self._together.run("deleting older checkpoints", self._wait_for_retaining, rank=0)
 
     def load_model(self, policy: Trainable, saved: SavedState) -> None:
         """Fill the model chunks from a checkpoint of any layout. Collective.
@@ -276,6 +286,7 @@ class CheckpointStore:
             else:
                 self._run("publishing", self._wait_for_publishing, rank=0)
                 self._pending, self._publishing, self._is_written = None, None, False
+                self._start_retaining()
         except BaseException:
             self._give_up()
             raise
@@ -307,7 +318,18 @@ class CheckpointStore:
         files.publish_checkpoint(
             complete, versions={package: version(package) for package in ("torch", "megatron-core")}
         )
-        files.retain_newest(self._root, self._keep)
+
+    def _start_retaining(self) -> None:
+        """In a thread of rank 0: freeing a large file takes as long as writing half of it."""
+        self._is_retaining = True
+        if self._rank == 0:
+            what = f"deleting older checkpoints of {self._root}"
+            self._retaining = Background(lambda: files.retain_newest(self._root, self._keep), what=what)
+
+    def _wait_for_retaining(self) -> None:
+        retaining, self._retaining = self._retaining, None
+        if retaining is not None:
+            retaining.result(self._together.timeout_s)
 
     def _give_up(self) -> None:
         """After a failure: no writer goes on, nothing of the save stays."""
@@ -318,10 +340,12 @@ class CheckpointStore:
 
     def _forget(self) -> None:
         # what has begun to be published becomes a checkpoint
-        if self._publishing is not None:
-            with suppress(Exception):
-                self._publishing.result(self._together.timeout_s)
+        for unfinished in (self._publishing, self._retaining):
+            if unfinished is not None:
+                with suppress(Exception):
+                    unfinished.result(self._together.timeout_s)
         self._pending, self._publishing, self._is_written = None, None, False
+        self._retaining, self._is_retaining = None, False
         if self._rank == 0:
             _remove_leftovers(self._root)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_rl.data.seeds import derive_seed
 from megatron_rl.errors import CheckpointError
+from megatron_rl.model.background import Background
 from megatron_rl.model.build import unwrapped
 from megatron_rl.model.checkpoint_files import (
     GENERATORS_DIR,
@@ -25,7 +26,7 @@ from megatron_rl.model.checkpoint_tensors import read_sharded
 from megatron_rl.model.checkpoint_writer import file_digest
 from megatron_rl.model.generators import seed_generators, set_generator_states
 from megatron_rl.model.load_report import LoadReport
-from megatron_rl.model.together import Background, Together
+from megatron_rl.model.together import Together
 
 # what megatron-core's loader is told of the optimizer's tensors
 _OPTIMIZER_FORMAT = {

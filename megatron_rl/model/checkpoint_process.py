@@ -14,8 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from megatron_rl.model.checkpoint_writer import Written
 
 _ALIGNMENT = 64  # of a file in the memory; elements inside it are aligned alike
 _MESSAGE_BYTES = 1 << 20
+_COPY_THREADS = 4  # more do not move memory faster
 _KILLED_S = 10.0  # a killed process that does not end waits for its disk
 
 Range = tuple[str, int, int]  # name, first byte, bytes
@@ -47,8 +48,9 @@ class StagingBuffer:
             ranges.append((name, begin, length))
             position = begin + length
         self._reserve(position)
-        for (_, begin, _), pieces in zip(ranges, files.values(), strict=True):
-            self._copy(pieces, begin)
+        with _all_cores():
+            for (_, begin, _), pieces in zip(ranges, files.values(), strict=True):
+                self._copy(pieces, begin)
         return ranges
 
     def close(self) -> None:
@@ -77,6 +79,17 @@ class StagingBuffer:
             else:
                 view[position : position + len(piece)] = piece
                 position += len(piece)
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Let torch use several cores, which have nothing else to do while the state is copied. Copies do not round."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, min(len(os.sched_getaffinity(0)), _COPY_THREADS)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class WriterProcess:

@@ -16,10 +16,11 @@ import queue
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_rl.model.background import Background
 
 _CHUNK_BYTES = 16 << 20
 _AHEAD = 4  # chunks that were written and wait for their digest
@@ -50,15 +51,15 @@ def write_verified(path: Path, content: Content) -> Written:
     """
     try:
         with path.open("wb") as file:
-            num_bytes, sha256 = _write_all(file.write, content)
+            num_bytes, digest = _write_all(file.write, content)
             file.flush()
             os.fsync(file.fileno())
         _compare(path, content, num_bytes)
+        return Written(num_bytes, digest.result())
     except OSError as error:
         if error.filename is None:
             raise type(error)(error.errno, error.strerror or str(error), str(path)) from error
         raise
-    return Written(num_bytes, sha256)
 
 
 def file_digest(path: Path) -> str:
@@ -67,17 +68,18 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_all(write: Callable[[memoryview], object], content: Content) -> tuple[int, str]:
-    """Bytes written and their digest, which a thread takes meanwhile: both run outside of Python's lock."""
-    digest, num_bytes = hashlib.sha256(), 0
+def _write_all(write: Callable[[memoryview], object], content: Content) -> tuple[int, Background[str]]:
+    """Bytes written and their digest, which a thread takes meanwhile and while the disk is waited for."""
+    num_bytes = 0
     waiting: queue.Queue[memoryview | None] = queue.Queue(maxsize=_AHEAD)
 
-    def take() -> None:
+    def take() -> str:
+        digest = hashlib.sha256()
         while (chunk := waiting.get()) is not None:
             digest.update(chunk)
+        return digest.hexdigest()
 
-    hasher = threading.Thread(target=take, daemon=True)
-    hasher.start()
+    hashing = Background(take, what="a digest")
     try:
         for chunk in _chunks(content()):
             waiting.put(chunk)
@@ -85,8 +87,7 @@ def _write_all(write: Callable[[memoryview], object], content: Content) -> tuple
             num_bytes += len(chunk)
     finally:
         waiting.put(None)
-        hasher.join()
-    return num_bytes, digest.hexdigest()
+    return num_bytes, hashing
 
 
 def _compare(path: Path, content: Content, num_bytes: int) -> None:

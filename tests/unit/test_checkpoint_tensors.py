@@ -1,12 +1,14 @@
-"""What a failure while tensors are written or read becomes."""
+"""What a failure while tensors are read becomes."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.platform.device import activate
@@ -21,23 +23,22 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _write(monkeypatch: pytest.MonkeyPatch, directory: Path, failure: BaseException) -> None:
-    """Write nothing, and have `failure` come up in the last step."""
+def _read(monkeypatch: pytest.MonkeyPatch, directory: Path, failure: BaseException) -> None:
+    """Read nothing, and have `failure` come up on rank 0."""
     from megatron_rl.model import checkpoint_tensors
 
     def fail(*_: object) -> None:
-        raise failure
+        raise CheckpointException("read", {0: (failure, traceback.StackSummary())})
 
-    monkeypatch.setattr(checkpoint_tensors, "save_config", fail)
-    prepared = checkpoint_tensors.Prepared(shards={}, common={})
-    checkpoint_tensors.write_sharded(prepared, directory, dist.group.WORLD)
+    monkeypatch.setattr(checkpoint_tensors, "load_sharded_metadata", fail)
+    checkpoint_tensors.read_sharded({}, directory)
 
 
-def test_an_interruption_while_writing_is_an_interruption(monkeypatch, tmp_path):
+def test_an_interruption_while_reading_is_an_interruption(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        _write(monkeypatch, tmp_path, KeyboardInterrupt())
+        _read(monkeypatch, tmp_path, KeyboardInterrupt())
 
 
-def test_a_failure_while_writing_names_rank_and_reason(monkeypatch, tmp_path):
-    with pytest.raises(CheckpointError, match="rank 0: OSError: no room; is the disk full"):
-        _write(monkeypatch, tmp_path, OSError("no room"))
+def test_a_failure_while_reading_names_rank_and_reason(monkeypatch, tmp_path):
+    with pytest.raises(CheckpointError, match="rank 0: OSError: no such disk"):
+        _read(monkeypatch, tmp_path, OSError("no such disk"))

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from megatron_rl.errors import CheckpointError
+from megatron_rl.model.background import Background
 from megatron_rl.model.checkpoint_process import StagingBuffer, WriterProcess
 from megatron_rl.model.checkpoint_writer import NotAsWritten, Written, file_digest, write_verified
-from megatron_rl.model.together import Background
 from tests.helpers.full_disk import files_limited_to, process_files_limited_to
 from tests.helpers.processes import wait_for
 
