@@ -33,7 +33,7 @@ from megatron_rl.recipe.schema import Recipe
 from megatron_rl.train.charts import line_chart
 from megatron_rl.train.files import read_jsonl
 
-WARM_UP = 0.25  # share of the iterations: allocators and caches fill
+WARM_UP = 0.25  # share of the iterations by default: allocators and caches fill
 MEBIBYTE = 1 << 20
 # kind of process: what its command line contains; the first that fits counts
 KINDS = {
@@ -92,13 +92,14 @@ class Judged:
         return self.growth <= self.growth_bound and self.spread <= self.spread_bound
 
 
-def judge(name: str, values: Sequence[float], bound: Bound, *, warm_up: float = WARM_UP) -> Judged:
-    """`values` has one number per iteration, from the first; what shrinks is flat as well.
+def judge(name: str, values: Sequence[float], bound: Bound, *, warm_up: int | None = None) -> Judged:
+    """`values` has one number per iteration, from the first, and the first `warm_up` (None: a quarter) do not count;
+    what shrinks is flat as well.
 
     The slope is the median over pairs of thirds apart, so that a few spikes, or a phase caught at another moment, do
     not make one. Raises MegatronRLError for fewer than 12 values after the warm-up.
     """
-    kept = list(values[round(len(values) * warm_up) :])
+    kept = list(values[warm_up_of(len(values), warm_up) :])
     if len(kept) < 12:
         raise MegatronRLError(
             f"soak: {len(kept)} iterations after the warm-up, must be at least 12; raise --iterations"
@@ -117,6 +118,11 @@ def judge(name: str, values: Sequence[float], bound: Bound, *, warm_up: float = 
         growth_bound=bound.growth_of(median),
         spread_bound=bound.spread_of(median),
     )
+
+
+def warm_up_of(num_values: int, asked: int | None) -> int:
+    """Iterations that do not count."""
+    return round(num_values * WARM_UP) if asked is None else asked
 
 
 def measure(root: psutil.Process) -> dict[str, float]:
@@ -207,13 +213,15 @@ def sum_of(sample: Mapping[str, float], unit: str) -> float:
     return sum(value for key, value in sample.items() if key.endswith(f": {unit}"))
 
 
-def judge_all(samples: Sequence[Mapping[str, float]]) -> list[Judged]:
+def judge_all(samples: Sequence[Mapping[str, float]], *, warm_up: int | None = None) -> list[Judged]:
     """Every kind and unit, then the whole tree."""
     names = sorted({name for sample in samples for name in sample})
     series = {name: [sample.get(name, 0.0) for sample in samples] for name in names}
     for unit in BOUNDS:
         series[f"all: {unit}"] = [sum_of(sample, unit) for sample in samples]
-    return [judge(name, values, BOUNDS[name.split(": ")[1]]) for name, values in series.items()]
+    return [
+        judge(name, values, BOUNDS[name.split(": ")[1]], warm_up=warm_up) for name, values in series.items()
+    ]
 
 
 def table(judged: Sequence[Judged]) -> str:
@@ -228,20 +236,22 @@ def table(judged: Sequence[Judged]) -> str:
     return "\n".join(lines)
 
 
-def verdict(judged: Sequence[Judged], *, num_samples: int) -> str:
+def verdict(judged: Sequence[Judged], *, num_samples: int, warm_up: int | None = None) -> str:
     growing = [each.name for each in judged if not each.is_flat]
-    after = num_samples - round(num_samples * WARM_UP)
+    after = num_samples - warm_up_of(num_samples, warm_up)
     if growing:
         return f"NOT FLAT over the last {after} of {num_samples} iterations: {', '.join(growing)}"
     return f"flat over the last {after} of {num_samples} iterations"
 
 
-def write_results(out: Path, samples: Sequence[Mapping[str, float]], judged: Sequence[Judged]) -> None:
+def write_results(
+    out: Path, samples: Sequence[Mapping[str, float]], judged: Sequence[Judged], *, said: str
+) -> None:
     """soak.json and soak.html in `out`."""
     result = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {name: version(name) for name in PACKAGES if any(distributions(name=name))},
-        "verdict": verdict(judged, num_samples=len(samples)),
+        "verdict": said,
         "series": [asdict(each) | {"is_flat": each.is_flat} for each in judged],
         "samples": samples,
     }
@@ -288,10 +298,11 @@ def run(args: argparse.Namespace) -> int:
                 process.send_signal(signal.SIGINT)
                 process.wait(timeout=STOP_S)
     # of a soak that was interrupted too: hours may have gone into it
-    judged = judge_all(samples)
+    judged = judge_all(samples, warm_up=args.warm_up)
     print(table(judged))
-    print(verdict(judged, num_samples=len(samples)))
-    write_results(args.out, samples, judged)
+    said = verdict(judged, num_samples=len(samples), warm_up=args.warm_up)
+    print(said)
+    write_results(args.out, samples, judged, said=said)
     if is_interrupted:
         return INTERRUPTED
     return 0 if all(each.is_flat for each in judged) else 1
@@ -305,6 +316,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="path=value", help="as of `megatron-rl train`")
     parser.add_argument(
         "--iterations", type=positive_int, default=300, metavar="N", help="of RL (default: 300)"
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=positive_int,
+        metavar="N",
+        help="iterations that do not count (default: a quarter); an engine grows until its KV cache was used once",
     )
     parser.add_argument(
         "--out",
