@@ -72,7 +72,7 @@ class LiveEngines:
 
     def _restart_lost(self, error: LostEngineError | ReshardError) -> None:
         """A transfer has to follow. Raises `error` where no engine was lost or no restart is left."""
-        self._run.phases.enter("engines")
+        self._run.phases.enter("restart")
         refusal = self._restart(self._engine, error) if self._engine is not None else None
         refusal = self._run.from_driver(refusal)
         if refusal is not None:

@@ -21,6 +21,7 @@ PHASES = (
     "load",  # weights, optimizer state
     "data",
     "engines",  # their start
+    "restart",  # of a lost engine
     "generate",
     "reward",
     "logprob",

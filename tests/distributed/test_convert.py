@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,6 @@ def save_megatron_cores_own_model(hf: Path, out: Path, rank: int, world_size: in
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from megatron_rl.model.build import transformer_config
-    from megatron_rl.model.checkpoint_tensors import prepare_sharded, write_sharded
     from megatron_rl.model.hf_io import load_hf
     from megatron_rl.model.hf_tables import padded_vocab
     from megatron_rl.parallel import groups
@@ -139,7 +139,31 @@ def save_megatron_cores_own_model(hf: Path, out: Path, rank: int, world_size: in
     if rank == 0:
         out.mkdir()
     dist.barrier()
-    write_sharded(prepare_sharded({"model": model.sharded_state_dict()}), out, dist.group.WORLD)
+    save_by_torch({"model": model.sharded_state_dict()}, out, is_driver=rank == 0)
+
+
+def save_by_torch(state: dict[str, Any], out: Path, *, is_driver: bool) -> None:
+    """As megatron-core saves, but by torch's writer in this process, which may start none."""
+    import torch.distributed.checkpoint as torch_checkpoint
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+
+    sharded, common = save_preprocess(state)
+    shards: dict[str, list[Any]] = defaultdict(list)
+    for shard in nested_values(sharded):
+        if is_main_replica(shard.replica_id):
+            shards[getattr(shard, "unique_key", shard.key)].append(shard)
+    torch_checkpoint.save(
+        mcore_to_pyt_state_dict(dict(shards)),
+        storage_writer=torch_checkpoint.FileSystemWriter(out),
+        planner=MCoreSavePlanner(flatten_state_dict=False),
+    )
+    if is_driver:
+        torch.save(common, out / "common.pt")
+        save_config(CheckpointingConfig("torch_dist", 1), str(out))
 
 
 def load_another_model(here: Session, imported: Path) -> str:
