@@ -326,9 +326,13 @@ def test_no_buffer_is_filled_again_before_its_reader_is_done(kind):
     assert run_threads(read_slowly, 2, plan, meeting, kind) == [[], []]
 
 
-def die_in_the_middle(rank, world_size, plan, port, kind, victim):
+def die_in_the_middle(rank, world_size, plan, port, kind, victim, meeting):
     """Returns the error of a member that outlives the victim, and after how many seconds it came."""
     router = join(plan, rank, port, kind, timeout_s=150.0)
+    (meeting / f"{rank} joined").touch()
+    # whoever still joined would look for the store of a rank 0 that is gone, as long as that may take to start
+    while len(list(meeting.iterdir())) < world_size:
+        time.sleep(0.02)
     began = time.monotonic()
 
     def harm(number, buffer):
@@ -357,9 +361,9 @@ def die_in_the_middle(rank, world_size, plan, port, kind, victim):
 
 @pytest.mark.parametrize("kind", ["gloo", "shared"])
 @pytest.mark.parametrize(("victim", "name"), [(0, "trainer rank 0"), (3, "engine worker 1")])
-def test_a_member_that_is_killed_ends_the_others_at_once(victim, name, kind):
+def test_a_member_that_is_killed_ends_the_others_at_once(victim, name, kind, tmp_path):
     plan = plan_of(ParallelLayout(tp=2), 2, 1, torch.float32, bucket_bytes=SEVERAL)
-    results = run_processes(die_in_the_middle, 4, plan, free_port(), kind, victim)
+    results = run_processes(die_in_the_middle, 4, plan, free_port(), kind, victim, tmp_path)
     assert results.pop(victim) == "killed"
     errors = [result for result in results if result is not None]
     assert any(name in error for error, _ in errors)
