@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.forked import forkserver
+from tests.helpers.forked import forkserver, inherit
 
 _GRACE_S = 3.0      # other ranks get this long to fail by themselves once one has
 _LOG_CHARS = 3000   # of the end of a log that are shown
@@ -36,7 +36,9 @@ def run_distributed(
     with tempfile.TemporaryDirectory(prefix="ranks_") as scratch:
         port = free_port()
         processes = [
-            context.Process(target=_entry, args=(fn, rank, world_size, port, scratch, args), daemon=True)
+            context.Process(
+                target=_entry, args=(dict(os.environ), fn, rank, world_size, port, scratch, args), daemon=True
+            )
             for rank in range(world_size)
         ]
         for process in processes:
@@ -58,8 +60,15 @@ def free_port() -> int:
 
 
 def _entry(
-    fn: Callable[..., Any], rank: int, world_size: int, port: int, scratch: str, args: tuple[Any, ...]
+    environment: dict[str, str],
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    scratch: str,
+    args: tuple[Any, ...],
 ) -> None:
+    inherit(environment)
     log = os.open(f"{scratch}/{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)

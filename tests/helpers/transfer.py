@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.reshard.receive import WeightStream
 from megatron_rl.reshard.tables import target_needs
 from megatron_rl.reshard.transports import LOOPBACK, LocalHub, Membership, connect_in_process, open_store
-from tests.helpers.forked import forkserver
+from tests.helpers.forked import forkserver, inherit
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,9 @@ def run_processes(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s
     ends, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_report, args=(theirs, fn, rank, world_size, args), daemon=True)
+        process = context.Process(
+            target=_report, args=(dict(os.environ), theirs, fn, rank, world_size, args), daemon=True
+        )
         process.start()
         theirs.close()
         ends.append(ours)
@@ -63,7 +66,15 @@ def run_processes(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s
     return results
 
 
-def _report(end: Any, fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...]) -> None:
+def _report(
+    environment: dict[str, str],
+    end: Any,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+) -> None:
+    inherit(environment)
     torch.set_num_threads(1)
     try:
         end.send(fn(rank, world_size, *args))
