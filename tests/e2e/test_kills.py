@@ -68,17 +68,9 @@ IN_SFT = (
     "save: renamed, not yet latest",
     "save: before an old one goes",
 )
-IN_RL = (
-    "engines",
-    "generate",
-    "reward",
-    "logprob",
-    "train",
-    "sync",
-    "eval",
-    "rollouts half recorded",
-    "save: renamed, not yet latest",
-)
+IN_RL = ("generate", "reward", "train", "sync", "rollouts half recorded")
+# one of these, by the seed: each costs the start of an engine
+SOMETIMES_IN_RL = ("engines", "logprob", "eval", "save: renamed, not yet latest")
 ON_TWO_RANKS = ("train", "save", "save: before the rename")
 AT_THE_END = "export: before the rename"
 
@@ -135,7 +127,8 @@ def attempts(place: Path, model: str) -> list[Attempt]:
     rng = random.Random(SEED)
     first = Kill(moment="train", stage="sft", options=("checkpoint.every_steps=1",))
     last = Kill(moment=AT_THE_END, options=("checkpoint.every_steps=2",))
-    kills = [first, *plan(IN_SFT, "sft", rng), *plan(IN_RL, "rl", rng), last]
+    in_rl = (*IN_RL, rng.choice(SOMETIMES_IN_RL))
+    kills = [first, *plan(IN_SFT, "sft", rng), *plan(in_rl, "rl", rng), last]
     return undergo(place, place / "runs" / "killed", kills, *SFT, *RL, model, steps={0: 0, 1: SFT_STEPS})
 
 
