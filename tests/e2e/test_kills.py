@@ -191,13 +191,13 @@ def test_resuming_a_finished_run_changes_nothing_but_the_report(
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:
-    """Every file but the report and the logs, which tell of each start."""
+    """Every file but those that tell of each start."""
     files = (path for path in run_dir.rglob("*") if path.is_file())
     named = {path.relative_to(run_dir).as_posix(): path for path in files}
     return {
         name: path.read_bytes()
         for name, path in named.items()
-        if name != "report.html" and not name.startswith("logs/")
+        if name not in ("report.html", "load.json") and not name.startswith("logs/")
     }
 
 
