@@ -111,7 +111,7 @@ def test_every_problem_of_a_file_is_reported_at_once(tmp_path):
         ("heldout: heldout", "held/out: heldout", "stages.1.eval.sets.held/out (line 27)",
          "the name 'held/out' must be letters, digits, '_' and '-', starting with a letter or digit"),
         ("{every_steps: 5}", "5", "checkpoint (line 28)",
-         "got 5, must be a mapping with the keys every_steps, keep or null"),
+         "got 5, must be a mapping with the keys every_steps, keep, asynchronous, timeout_s or null"),
     ],
 )  # fmt: skip
 def test_each_problem_says_where_what_and_what_is_allowed(tmp_path, old, new, path, message):
