@@ -6,7 +6,6 @@ The format is megatron-core's `torch_dist`: what a run saves, and what `dist_che
 from __future__ import annotations
 
 import io
-import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -28,20 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_rl.model.checkpoint_plan import side_files
 from megatron_rl.model.dist_tables import Shard, extra_state_keys, shards, stored_shapes
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.model.tensor_files import Scratch
 from megatron_rl.parallel.layout import ParallelLayout
-
-# megatron-core's own two files
-_COMMON_FILE = "common.pt"
-_FORMAT_FILE = "metadata.json"
-_FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 
 
 class Reader(Protocol):
@@ -76,8 +66,8 @@ def write_distributed(
             os.fsync(file.fileno())
     metadata = _describe(spec, (shard for held in by_rank for shard in held), dtypes)
     FileSystemWriter(directory).finish(metadata, [results])
-    torch.save({}, directory / _COMMON_FILE)
-    (directory / _FORMAT_FILE).write_text(json.dumps(_FORMAT), encoding="utf-8")
+    for name, content in side_files().items():
+        (directory / name).write_bytes(content)
 
 
 def _assemble(source: Reader, shard: Shard, tensor: Tensor) -> Tensor:
