@@ -20,6 +20,7 @@ from megatron_rl.recipe.hosts import HostPort, parse_host_port
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
 from megatron_rl.recipe.summary import summary_data, summary_table
+from megatron_rl.score.arguments import add_score
 from megatron_rl.train import launcher
 from megatron_rl.train.rank_process import RankProcess, is_launched, rank_environment, report_failure
 from megatron_rl.train.run_dir import LOGS, choose_run_dir, make_run_dir
@@ -178,6 +179,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "engine": _engine_parser(commands),
         "report": _report_parser(commands),
     }
+    add_score(commands)
     proofs = add_verify(commands)
     if argv[:1] == ["verify"] and argv[1:2] and argv[1] in proofs:
         return proofs[argv[1]].parse_intermixed_args(argv[2:])

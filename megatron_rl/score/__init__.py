@@ -1,0 +1,1 @@
+"""The `score` command: files of responses graded by the rewards that training uses."""
