@@ -6,7 +6,7 @@ The last chunk answers with hidden states, not logits: the fused log-prob head i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -21,6 +21,13 @@ from megatron_rl.model.layers import build_block_spec, resolve_spec_kind
 from megatron_rl.model.spec import ModelSpec, MoeSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
+
+Recompute = Literal["none", "full"]
+_FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 __all__ = ["PolicyGPTModel", "build_model", "packed_seq_params", "table_params", "unwrapped"]
 
@@ -43,16 +50,22 @@ class PolicyGPTModel(GPTModel):
 
 
 def build_model(
-    spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.dtype, spec_kind: str = "auto"
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    *,
+    dtype: torch.dtype,
+    spec_kind: str = "auto",
+    recompute: Recompute = "none",
 ) -> list[PolicyGPTModel]:
     """The model chunks of this rank, one per virtual stage, with zero weights on this process's device.
 
-    Process groups must exist. Raises LayoutError when `layout` cannot split the model and ModelError for a
+    `recompute` "full" keeps the inputs of layers alone for the backward pass. Process groups must exist. Raises
+    LayoutError when `layout` cannot split the model and ModelError for a
     `spec_kind` that cannot run here.
     """
     spec.check_layout(layout)
     kind = resolve_spec_kind(spec_kind, dtype=dtype)
-    config = transformer_config(spec, layout, dtype=dtype, kind=kind)
+    config = transformer_config(spec, layout, dtype=dtype, kind=kind, recompute=recompute)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     return [
         _build_chunk(spec, layout, config, kind=kind, pp_rank=pp_rank, chunk=chunk)
@@ -96,13 +109,14 @@ def _build_chunk(
 
 
 def transformer_config(
-    spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.dtype, kind: str
+    spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.dtype, kind: str, recompute: Recompute = "none"
 ) -> TransformerConfig:
     """megatron-core's settings for `spec` under `layout`, built from the modules of `kind`."""
     fused = device.has_accelerator()
     return TransformerConfig(
         **_architecture(spec),
         **_placement(layout),
+        **(_FULL_RECOMPUTE if recompute == "full" else {}),
         moe_grouped_gemm=spec.moe is not None and kind == "te",
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,

@@ -84,7 +84,8 @@ def open_model(path: Path, *, hf_source: Path | None = None) -> Iterator[OpenMod
         return
     saved = None if (path / METADATA_FILE).is_file() else find_checkpoint(path)
     hf_files = hf_source or _hf_files_of(path, saved)
-    spec = ModelSpec.from_hf(hf_files)
+    stated = None if saved is None else saved.recipe.get("model.max_positions")
+    spec = ModelSpec.from_hf(hf_files, max_positions=stated)
     hf_dtypes: dict[str, torch.dtype] = {}
     if saved is not None:
         check_same_model(saved, flat_spec(spec), place=str(hf_files))

@@ -49,7 +49,7 @@ class HfWriter:
         """
         self._directory = NewDirectory(out_dir)
         self.partial = self._directory.partial
-        self._hf_source = hf_source
+        self._hf_source, self._max_positions = hf_source, spec.max_positions
         self._tensors = {name: (dtypes[name], shape) for name, shape in hf_tensors(spec).items()}
         self._file_of = _plan_files(self._tensors, max_file_bytes)
         self._open: dict[str, SafetensorsWriter] = {}
@@ -123,7 +123,9 @@ class HfWriter:
         elements: Counter[torch.dtype] = Counter()
         for dtype, shape in self._tensors.values():
             elements[dtype] += math.prod(shape)
-        changed = exported_config(config, dtype=elements.most_common(1)[0][0])
+        changed = exported_config(
+            {**config, "max_position_embeddings": self._max_positions}, dtype=elements.most_common(1)[0][0]
+        )
         if changed != config:
             text = (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
         (self.partial / CONFIG_FILE).write_bytes(text)

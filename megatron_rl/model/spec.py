@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +71,16 @@ class ModelSpec:
         )
 
     @classmethod
-    def from_hf(cls, hf_path: str | Path) -> ModelSpec:
+    def from_hf(cls, hf_path: str | Path, *, max_positions: int | None = None) -> ModelSpec:
         """Read `config.json` of a Hugging Face directory (or that file itself), as transformers 4 or 5 writes it.
 
+        `max_positions` stands in place of its max_position_embeddings; rotary frequencies stay as they are.
         Raises ModelError that names the file and the key for whatever cannot be built exactly.
         """
         path = Path(hf_path)
         is_file = path.is_file() or path.name == "config.json"
-        return _ConfigReader(path if is_file else path / "config.json").spec()
+        spec = _ConfigReader(path if is_file else path / "config.json").spec()
+        return spec if max_positions is None else replace(spec, max_positions=max_positions)
 
     def check_layout(self, layout: ParallelLayout) -> None:
         """Raise LayoutError, naming the nearest degrees that work, when `layout` cannot split this model."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,6 +20,9 @@ from megatron_rl.recipe.overrides import Override, apply_overrides, parse_overri
 from megatron_rl.recipe.problems import Problem, raise_problems, validation_problems
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.yaml_text import parse_document
+
+# stands for a value that a recipe cannot know, such as a model that its source does not name
+LEFT_OPEN = "???"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     data, problems = apply_overrides(document.data, parsed, Recipe)
     places = {dotted: f"line {line}" for dotted, line in document.lines.items()}
     places |= {".".join(o.path): "override" for o in parsed}
+    problems += _left_open(data)
     recipe: Recipe | None = None
     try:
         recipe = _adapter().validate_python(data, extra="forbid")
@@ -81,6 +86,17 @@ def _parse_all(overrides: Sequence[str]) -> list[Override]:
     if errors:
         raise RecipeError("\n".join(errors))
     return parsed
+
+
+def _left_open(data: Any, path: tuple[str, ...] = ()) -> list[Problem]:
+    """A problem for each value that the recipe leaves to its user by writing `???`."""
+    if isinstance(data, dict | list):
+        entries = data.items() if isinstance(data, dict) else enumerate(data)
+        return [problem for key, value in entries for problem in _left_open(value, (*path, str(key)))]
+    dotted = ".".join(path)
+    if data != LEFT_OPEN:
+        return []
+    return [Problem(dotted, f"is left open ({LEFT_OPEN}) for you to choose: add {dotted}=VALUE, or write it there")]
 
 
 def _without_repeats(found: list[Problem], known: list[Problem]) -> list[Problem]:

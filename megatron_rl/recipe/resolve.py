@@ -117,7 +117,7 @@ def _spec(recipe: Recipe, problems: list[Problem]) -> ModelSpec | None:
     if not Path(recipe.model.hf_path).is_dir():
         return None
     try:
-        return ModelSpec.from_hf(Path(recipe.model.hf_path))
+        return ModelSpec.from_hf(recipe.model.hf_path, max_positions=recipe.model.max_positions)
     except ModelError as error:
         problems.append(Problem("model.hf_path", str(error)))
         return None
@@ -219,7 +219,8 @@ def _length_problems(stage: Stage, path: str, spec: ModelSpec) -> Iterator[Probl
     if isinstance(stage, SftStage):
         yield Problem(
             f"{path}.max_sample_tokens",
-            f"got {longest}, but the model has {spec.max_positions} positions; use at most that many",
+            f"got {longest}, but the model has {spec.max_positions} positions; use at most that many, "
+            "or set model.max_positions if its rotary base serves more",
         )
     else:
         sampling = stage.sampling
@@ -227,7 +228,7 @@ def _length_problems(stage: Stage, path: str, spec: ModelSpec) -> Iterator[Probl
             f"{path}.sampling.max_response_tokens",
             f"max_prompt_tokens + max_response_tokens = {sampling.max_prompt_tokens} + "
             f"{sampling.max_response_tokens} = {longest}, but the model has {spec.max_positions} positions; "
-            "lower one of them",
+            "lower one of them, or set model.max_positions if its rotary base serves more",
         )
 
 

@@ -17,6 +17,12 @@ class ModelConfig:
     # weights to start from, instead of those in hf_path: an imported checkpoint, or a run or one checkpoint of it
     checkpoint: Text | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # positions in place of config.json's max_position_embeddings, for trainer, engines and exported models: base
+    # models are often published with fewer than their rotary base was made for. null: as config.json says
+    max_positions: PositiveInt | None = None
+    # full: a layer keeps its input alone and is computed again on the way back; a third more computing for a small
+    # part of the activations, which long responses need
+    recompute: Literal["none", "full"] = "none"
     spec: Literal["auto", "local", "te"] = "auto"  # layer implementation; auto: te where installed
     # of the head (log-probs, losses); auto: triton on GPUs, portable elsewhere
     kernels: Literal["auto", "portable", "triton"] = "auto"

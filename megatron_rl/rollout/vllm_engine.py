@@ -91,6 +91,7 @@ class VllmEngine:
             "seed": seed,
             "threads": threads,
             "max_model_len": max_model_len,
+            "max_positions": spec.max_positions,
             "max_concurrent": config.max_concurrent,
             "kv_cache_gib": config.kv_cache_gib,
             "gpu_memory_fraction": config.gpu_memory_fraction,

@@ -57,7 +57,9 @@ class Policy:
         self.tp_rank, self.dp_rank, self.pp_rank = layout.coord(rank)
         self.dtype = DTYPES[config.dtype]
         self._device = platform.device()
-        self.chunks: list[PolicyGPTModel] = build_model(spec, layout, dtype=self.dtype, spec_kind=config.spec)
+        self.chunks: list[PolicyGPTModel] = build_model(
+            spec, layout, dtype=self.dtype, spec_kind=config.spec, recompute=config.recompute
+        )
         if config.checkpoint is None:
             load_hf(self.chunks, spec, layout, hf_path=config.hf_path, rank=rank)
         self.ddp_chunks = [self._wrap(chunk.to(self._device)) for chunk in self.chunks]

@@ -166,7 +166,7 @@ def _open_run(
     checkpoints: CheckpointStore,
     saved: SavedState | None,
 ) -> RunContext:
-    spec = ModelSpec.from_hf(recipe.model.hf_path)
+    spec = ModelSpec.from_hf(recipe.model.hf_path, max_positions=recipe.model.max_positions)
     tokenizer = load_tokenizer(recipe.model.hf_path)
     policy = Policy(recipe.model, spec, layout, rank=process.place.rank)
     if saved is not None:

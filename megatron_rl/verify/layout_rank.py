@@ -69,7 +69,9 @@ def open_ranks(job: LayoutJob, *, rank: int) -> None:
 
 def measure_layout(recipe: Recipe, layout: ParallelLayout, place: Path, *, rank: int) -> list[Measurement]:
     """One measurement per kind of stage of the recipe. One process writes the reference below `place`. Collective."""
-    spec, tokenizer = ModelSpec.from_hf(recipe.model.hf_path), load_tokenizer(recipe.model.hf_path)
+    model = recipe.model
+    spec = ModelSpec.from_hf(model.hf_path, max_positions=model.max_positions)
+    tokenizer = load_tokenizer(model.hf_path)
     measured: list[Measurement] = []
     for index, stage in enumerate(recipe.stages):
         if stage.kind in [one.part for one in measured]:

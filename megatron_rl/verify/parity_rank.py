@@ -64,7 +64,7 @@ class _Parity:
     def __init__(self, job: ParityJob, *, rank: int) -> None:
         self._job, self._rank = job, rank
         self._recipe = recipe = load_recipe(job.recipe).recipe
-        self._spec = ModelSpec.from_hf(recipe.model.hf_path)
+        self._spec = ModelSpec.from_hf(recipe.model.hf_path, max_positions=recipe.model.max_positions)
         self._tokenizer = load_tokenizer(recipe.model.hf_path)
         self._group = new_driver_group()
         self._policy = Policy(recipe.model, self._spec, job.layout, rank=rank)

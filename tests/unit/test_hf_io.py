@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +242,10 @@ def test_a_full_disk_is_one_error_and_leaves_nothing_behind(hf: Path, tmp_path: 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_an_export_says_the_positions_that_the_model_was_run_with(hf: Path, tmp_path: Path) -> None:
+    chunks, spec = load(hf)
+    save(chunks, replace(spec, max_positions=2048), hf, tmp_path / "out")
+    assert ModelSpec.from_hf(hf).max_positions == 512
+    assert ModelSpec.from_hf(tmp_path / "out").max_positions == 2048

@@ -183,3 +183,12 @@ def test_the_resolved_recipe_loads_again_to_the_same_recipe(tmp_path):
     assert "curriculum: []  # override" in text
     assert 'hf_path: "a: b # c"  # override' in text
     assert "eps: 1.0e-08  # default" in text
+
+
+def test_a_value_left_open_must_be_given(tmp_path):
+    text = edit("hf_path: model", "hf_path: '???'").replace("prompts: train.jsonl", "prompts: ???")
+    found = problems(tmp_path, text)
+    assert set(found) == {"model.hf_path (line 2)", "stages.1.prompts (line 15)"}
+    assert "add model.hf_path=VALUE" in found["model.hf_path (line 2)"]
+    loaded = load(tmp_path, text, ["model.hf_path=base", "stages.1.prompts=mine.jsonl"])
+    assert loaded.recipe.model.hf_path == "base"

@@ -220,3 +220,10 @@ def test_reward_names_of_recipes_are_those_of_the_reward_code():
     from megatron_rl.rewards import REWARDS
 
     assert set(TASK_REWARDS + SHAPING_REWARDS) == set(REWARDS)
+
+
+def test_max_positions_of_the_recipe_stand_in_place_of_the_models(recipe):
+    longer = ["stages.1.sampling.max_response_tokens=400", "stages.1.tokens_per_microbatch=512"]
+    assert "set model.max_positions" in problems(recipe, *longer)["stages.1.sampling.max_response_tokens"]
+    resolved = check_recipe(load_recipe(recipe, [*longer, "model.max_positions=432"]), world_size=1)
+    assert resolved.spec.max_positions == 432
