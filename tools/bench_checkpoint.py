@@ -45,10 +45,10 @@ from megatron_rl.train.policy import Policy
 
 HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 1024, 2816, 16, 4, 8000
 LAYER_PARAMS = 11_300_000  # at these sizes
-BYTES_PER_PARAM = 14       # a bfloat16 weight, its float32 copy and two moments
+BYTES_PER_PARAM = 14  # a bfloat16 weight, its float32 copy and two moments
 TIMEOUT_S = 600.0
 PLAIN = "plain.pt"
-STEP_S = 0.5               # of a training step that goes on meanwhile
+STEP_S = 0.5  # of a training step that goes on meanwhile
 
 Seconds = dict[str, list[float]]
 
@@ -90,7 +90,9 @@ class Bench:
         # the moments exist from the first step on
         self._policy.optimizer_step()
         self._step = 0
-        self._num_bytes = sum(BYTES_PER_PARAM * param.numel() for param in self._policy.chunks[0].parameters())
+        self._num_bytes = sum(
+            BYTES_PER_PARAM * param.numel() for param in self._policy.chunks[0].parameters()
+        )
 
     def run(self, rounds: int) -> tuple[int, Seconds]:
         """Bytes of one checkpoint, and seconds of every round by what was measured."""
@@ -116,7 +118,12 @@ class Bench:
 
     def _store(self, name: str, *, asynchronous: bool = False) -> CheckpointStore:
         return CheckpointStore(
-            self._scratch / name, keep=1, rank=0, recipe=self._recipe, timeout_s=TIMEOUT_S, asynchronous=asynchronous
+            self._scratch / name,
+            keep=1,
+            rank=0,
+            recipe=self._recipe,
+            timeout_s=TIMEOUT_S,
+            asynchronous=asynchronous,
         )
 
     def _progress(self) -> dict[str, int]:
@@ -160,7 +167,12 @@ class Bench:
             time.sleep(STEP_S)
             publishing += timed(store.poll)
         behind = time.perf_counter() - began
-        return {"async": copying + publishing, "async copy": copying, "async publish": publishing, "behind": behind}
+        return {
+            "async": copying + publishing,
+            "async copy": copying,
+            "async publish": publishing,
+            "behind": behind,
+        }
 
     def _load(self, store: CheckpointStore) -> dict[str, float]:
         saved = store.latest()

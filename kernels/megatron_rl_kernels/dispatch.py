@@ -58,7 +58,9 @@ def _misfit(impl: Impl, device: torch.device) -> str | None:
     if impl == "triton" and torch.cuda.is_initialized() and device.index != torch.cuda.current_device():
         # Triton launches on the current device, whatever its arguments live on
         current = torch.cuda.current_device()
-        return f"needs tensors of the current device, cuda:{current}, got {device}: call torch.cuda.set_device"
+        return (
+            f"needs tensors of the current device, cuda:{current}, got {device}: call torch.cuda.set_device"
+        )
     if impl == "host" and device.type != "cpu":
         return f"needs CPU tensors, got {device.type}"
     return None

@@ -25,7 +25,7 @@ class LengthClasses:
     """How T packed tokens become right-padded batches and back. Built once per micro-batch."""
 
     tokens: tuple[Tensor, ...]  # per class [S_c, L_c] int64, position in the pack; padding repeats the last
-    inverse: Tensor             # [T] int64, position of each token in the concatenated, flattened batches
+    inverse: Tensor  # [T] int64, position of each token in the concatenated, flattened batches
 
 
 @dataclass
@@ -38,7 +38,9 @@ class PackedParams(PackedSeqParams):
 def packed_seq_params(batch: PackedBatch, *, dtype: torch.dtype) -> PackedParams:
     """What a model of `dtype` needs to know about the sequences of `batch`; on its device."""
     # flash-attn computes in half precision only
-    can_flash = batch.cu_seqlens.is_cuda and dtype in (torch.bfloat16, torch.float16) and _has_flash_attention()
+    can_flash = (
+        batch.cu_seqlens.is_cuda and dtype in (torch.bfloat16, torch.float16) and _has_flash_attention()
+    )
     needs_classes = not can_flash
     return PackedParams(
         qkv_format="thd",
@@ -135,8 +137,15 @@ def _flash_attention(
     from flash_attn import flash_attn_varlen_func
 
     out: Tensor = flash_attn_varlen_func(
-        query, key, value,
-        packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
-        softmax_scale=scale, causal=True, deterministic=torch.are_deterministic_algorithms_enabled(),
+        query,
+        key,
+        value,
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_kv,
+        packed.max_seqlen_q,
+        packed.max_seqlen_kv,
+        softmax_scale=scale,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out

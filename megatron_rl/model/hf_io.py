@@ -57,7 +57,7 @@ def load_hf(
             _load_piece(checkpoint, params[piece.chunk, piece.param], piece, check_head=spec.tied)
     for (_, name), param in params.items():
         if name in VOCAB_PARAMS:
-            param[_real_rows(spec, layout.tp, tp_rank):].zero_()
+            param[_real_rows(spec, layout.tp, tp_rank) :].zero_()
 
 
 def _load_piece(checkpoint: HfCheckpoint, param: Tensor, piece: Piece, *, check_head: bool) -> None:
@@ -104,8 +104,11 @@ def check_coverage(
     for piece in pieces:
         by_param[piece.chunk, piece.param].append(piece)
     hf_shapes = hf_tensors(spec)
-    wrong = sorted(f"{name} of chunk {chunk}" for chunk, name in shapes.keys() ^ by_param.keys()
-                   if not _is_all_padding(name, spec, layout.tp, tp_rank))
+    wrong = sorted(
+        f"{name} of chunk {chunk}"
+        for chunk, name in shapes.keys() ^ by_param.keys()
+        if not _is_all_padding(name, spec, layout.tp, tp_rank)
+    )
     for (chunk, name), held in by_param.items():
         shape, rows = shapes.get((chunk, name)), _rows_wanted(name, spec, layout.tp, tp_rank)
         if shape is not None and not _is_covered(shape, held, hf_shapes, rows):
@@ -139,7 +142,7 @@ def _is_covered(
         hf_shape, dim = hf_shapes[piece.hf_name], piece.param_dim
         if dim is None or dim != piece.hf_dim or piece.param_start != end:
             return False
-        if hf_shape[:dim] + hf_shape[dim + 1:] != shape[:dim] + shape[dim + 1:]:
+        if hf_shape[:dim] + hf_shape[dim + 1 :] != shape[:dim] + shape[dim + 1 :]:
             return False
         end += piece.length
     assert first.param_dim is not None
@@ -173,7 +176,11 @@ def save_hf(
     def prepare() -> None:
         nonlocal writer
         writer = HfWriter(
-            spec, hf_source=Path(hf_source), out_dir=Path(out_dir), dtypes=dtypes, max_file_bytes=max_file_bytes
+            spec,
+            hf_source=Path(hf_source),
+            out_dir=Path(out_dir),
+            dtypes=dtypes,
+            max_file_bytes=max_file_bytes,
         )
 
     _on_rank_zero(prepare, place=out_dir)
@@ -181,9 +188,7 @@ def save_hf(
     failure: Exception | None = None
     try:
         for name, shape in hf_tensors(spec).items():
-            whole = _gather_tensor(
-                owners[name], shape, params, dtype=held[name], rank=rank, scratch=scratch
-            )
+            whole = _gather_tensor(owners[name], shape, params, dtype=held[name], rank=rank, scratch=scratch)
             if writer is None or whole is None or failure is not None:
                 continue
             try:
@@ -238,9 +243,7 @@ def _owners(spec: ModelSpec, layout: ParallelLayout) -> dict[str, list[tuple[int
     return owners
 
 
-def _held_dtypes(
-    params: Mapping[tuple[int, str], Tensor], pieces: Sequence[Piece]
-) -> dict[str, torch.dtype]:
+def _held_dtypes(params: Mapping[tuple[int, str], Tensor], pieces: Sequence[Piece]) -> dict[str, torch.dtype]:
     """Dtype of every HF tensor as the ranks hold it, the same dictionary on every rank. Collective."""
     mine = {piece.hf_name: params[piece.chunk, piece.param].dtype for piece in pieces}
     return {name: dtype for held in all_gather_object(mine) for name, dtype in held.items()}

@@ -35,14 +35,14 @@ class MoeSpec:
     num_experts: int
     experts_per_token: int
     expert_ffn_size: int
-    normalise_top_k: bool       # weights of the chosen experts are scaled to sum to one
+    normalise_top_k: bool  # weights of the chosen experts are scaled to sum to one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """A decoder of one of the supported families."""
 
-    family: str                 # qwen2 | qwen3 | qwen3_moe | llama
+    family: str  # qwen2 | qwen3 | qwen3_moe | llama
     num_layers: int
     hidden_size: int
     ffn_size: int
@@ -53,7 +53,7 @@ class ModelSpec:
     max_positions: int
     rope_theta: float
     norm_eps: float
-    tied: bool                  # the head is the embedding
+    tied: bool  # the head is the embedding
     qkv_bias: bool
     qk_norm: bool
     rope_scaling: RopeScaling | None = None
@@ -173,7 +173,9 @@ class _ConfigReader:
         if chosen > experts:
             raise self._error("num_experts_per_tok", chosen, f"at most {key} = {experts}")
         if chosen == 1 and normalise:
-            allowed = "at least 2 with norm_topk_prob: the weight of a lone expert is always 1, so no router learns"
+            allowed = (
+                "at least 2 with norm_topk_prob: the weight of a lone expert is always 1, so no router learns"
+            )
             raise self._error("num_experts_per_tok", chosen, allowed)
         return MoeSpec(
             num_experts=experts,

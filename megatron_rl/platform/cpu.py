@@ -186,13 +186,19 @@ PATCHED: tuple[Patch, ...] = (
     # anything but None: the stream is made where there is none yet
     Patch(_DISPATCHER, "cuda_dtoh_stream", "no stream", _DISPATCH),
     Patch(_DISPATCHER, "_maybe_dtoh_and_synchronize", _splits_on_host, _DISPATCH),
-    Patch("megatron.core.tensor_parallel.mappings", "_gather_along_first_dim", _gather_along_first_dim,
-          "gathers shards of different lengths where experts are split; gloo takes equal ones only"),
+    Patch(
+        "megatron.core.tensor_parallel.mappings",
+        "_gather_along_first_dim",
+        _gather_along_first_dim,
+        "gathers shards of different lengths where experts are split; gloo takes equal ones only",
+    ),
     Patch("megatron.core.optimizer", "Adam", FusedAdam, _ADAM),
     Patch("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER", False, _ADAM),
     Patch("megatron.core.optimizer.distrib_optimizer", "Adam", FusedAdam, _ADAM),
     Patch("megatron.core.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE", True, _ADAM),
     Patch("megatron.core.optimizer.distrib_optimizer", "USING_APEX_OPTIMIZER", True, _ADAM),
-    *(Patch(module, "torch", _torch_on_cpu, f'device="cuda" spelled out: {what}')
-      for module, what in _LITERAL_CUDA.items()),
+    *(
+        Patch(module, "torch", _torch_on_cpu, f'device="cuda" spelled out: {what}')
+        for module, what in _LITERAL_CUDA.items()
+    ),
 )

@@ -30,9 +30,9 @@ class LoadedRecipe:
     """A validated recipe and where it came from."""
 
     recipe: Recipe
-    source: str                         # the file, as the user named it
-    origins: Mapping[str, Origin]       # dotted path of each leaf
-    places: Mapping[str, str]           # dotted path of what was written: `line 7` or `override`
+    source: str  # the file, as the user named it
+    origins: Mapping[str, Origin]  # dotted path of each leaf
+    places: Mapping[str, str]  # dotted path of what was written: `line 7` or `override`
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:

@@ -30,10 +30,10 @@ class ResolvedStage:
     kind: str
     iterations: int
     optimizer_steps: int
-    samples_per_step: int              # samples or rollouts of one optimizer step, all dp ranks
+    samples_per_step: int  # samples or rollouts of one optimizer step, all dp ranks
     samples_per_step_per_dp: int
-    rollouts_per_iteration: int        # 0 for SFT
-    max_tokens_per_iteration: int      # prompt and response, if every sample is as long as allowed
+    rollouts_per_iteration: int  # 0 for SFT
+    max_tokens_per_iteration: int  # prompt and response, if every sample is as long as allowed
     max_tokens_total: int
 
 
@@ -44,9 +44,9 @@ class Resolved:
     layout: ParallelLayout
     spec: ModelSpec
     num_parameters: int
-    padded_vocab: int                  # embedding rows over all tp ranks
-    layers_per_pp_rank: int            # of the stage with the most
-    stage_layers: tuple[int, ...]      # of each pipeline stage
+    padded_vocab: int  # embedding rows over all tp ranks
+    layers_per_pp_rank: int  # of the stage with the most
+    stage_layers: tuple[int, ...]  # of each pipeline stage
     stages: tuple[ResolvedStage, ...]
 
 

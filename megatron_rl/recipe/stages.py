@@ -118,7 +118,9 @@ class EngineConfig:
     port: NonNegativeInt = 0  # the one port of weight transfer; 0: any free one
     # auto: memory that both share on one GPU or without GPUs, NCCL between GPUs, else sockets (gloo)
     transport: Literal["auto", "gloo", "nccl", "shared"] = "auto"
-    bucket_mib: PositiveInt = 256  # of weights that one worker receives at a time; two such buffers on each side
+    bucket_mib: PositiveInt = (
+        256  # of weights that one worker receives at a time; two such buffers on each side
+    )
     two_tier: bool = False  # several engine machines: weights enter each once, its workers pass them on
     max_concurrent: PositiveInt = 256  # sequences decoded at once by one engine
     kv_cache_gib: PositiveInt = 1  # CPU: size of the KV cache
@@ -130,7 +132,9 @@ class EngineConfig:
     request_timeout_s: PositiveFloat = 600.0
     # an engine that started and whose process then gives no sign of life for so long is lost
     heartbeat_timeout_s: PositiveFloat = 60.0
-    restarts: NonNegativeInt = 3  # of lost engines in the stage, over all replicas; the next loss ends the run
+    restarts: NonNegativeInt = (
+        3  # of lost engines in the stage, over all replicas; the next loss ends the run
+    )
     parity_bound: PositiveFloat | None = None  # largest allowed log-prob gap; none: 3e-4 fp32, 0.2 bf16
 
 

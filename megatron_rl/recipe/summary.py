@@ -72,7 +72,9 @@ def summary_table(loaded: LoadedRecipe, resolved: Resolved) -> str:
 
 def _per_stage(resolved: Resolved) -> str:
     sizes = resolved.stage_layers
-    return f"{sizes[0]} per pp rank" if len(set(sizes)) == 1 else f"{', '.join(map(str, sizes))} on the pp ranks"
+    return (
+        f"{sizes[0]} per pp rank" if len(set(sizes)) == 1 else f"{', '.join(map(str, sizes))} on the pp ranks"
+    )
 
 
 def _experts(resolved: Resolved) -> list[tuple[str, str]]:

@@ -71,7 +71,11 @@ class EvalResult:
 
     def metrics(self) -> dict[str, float]:
         """The flat numbers that go to metrics.jsonl; a single problem has no standard error."""
-        numbers = {"avg_at_k": self.avg_at_k, "stderr": self.overall().stderr, "truncated_frac": self.truncated_frac}
+        numbers = {
+            "avg_at_k": self.avg_at_k,
+            "stderr": self.overall().stderr,
+            "truncated_frac": self.truncated_frac,
+        }
         if len(self.problems) == 1:
             del numbers["stderr"]
         return {f"eval/{self.name}/{name}": value for name, value in numbers.items()}

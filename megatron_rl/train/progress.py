@@ -24,7 +24,7 @@ class Progress:
     counts: Mapping[str, int] = field(default_factory=dict)
     skipped_in_a_row: int = 0  # optimizer steps left out since the last one that was taken
     weight_version: int = 0  # of the weights that the engines have
-    metric_step: int = 0     # of the last line in metrics.jsonl
+    metric_step: int = 0  # of the last line in metrics.jsonl
 
     def advanced(
         self,

@@ -42,8 +42,12 @@ def work(rank: int, world_size: int, jobs: list[Job]) -> list[Any]:
             groups.build_model_groups(layout, timeout_s=60)
         else:
             groups.init_process_groups(
-                layout, rank=rank, world_size=world_size, master_addr="127.0.0.1",
-                master_port=int(os.environ["MASTER_PORT"]), timeout_s=60,
+                layout,
+                rank=rank,
+                world_size=world_size,
+                master_addr="127.0.0.1",
+                master_port=int(os.environ["MASTER_PORT"]),
+                timeout_s=60,
             )
         results.append(job(Session(run, rank, world_size), *args))
     groups.destroy_process_groups()
@@ -230,7 +234,9 @@ def on_four(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     """A run that saves at tp 2 x pp 2, resumed there and at tp 4; starting processes is what costs time here."""
     run = Run(hf_path=models["tied"], root=str(tmp_path_factory.mktemp("tp2_pp2")), tp=2, pp=2)
     tp4 = replace(run, tp=4, pp=1)
-    measured, same, other = on_ranks(4, (train_save_train, run, []), (resume_train, run, []), (resume_train, tp4, []))
+    measured, same, other = on_ranks(
+        4, (train_save_train, run, []), (resume_train, run, []), (resume_train, tp4, [])
+    )
     return {"original": Original(run, measured), "same": same, "tp4": other}
 
 
@@ -313,7 +319,10 @@ def test_a_checkpoint_that_passed_through_vpp2_is_the_same_checkpoint(on_two: di
         ("absent", r"FileNotFoundError: .*absent/optimizer/"),
         ("shardless", r"FileNotFoundError: .*shardless/optimizer/__1_0\.distcp"),
         ("indexless", r"FileNotFoundError: .*indexless/optimizer/\.metadata"),
-        ("flipped", r"flipped/optimizer/__1_0\.distcp: was changed after it was saved: its sha256 is \w{64}, must be"),
+        (
+            "flipped",
+            r"flipped/optimizer/__1_0\.distcp: was changed after it was saved: its sha256 is \w{64}, must be",
+        ),
         ("never written", "never written: holds no optimizer, after 3 optimizer steps"),
         ("other", r"missing optimizer\.state\.exp_avg\..* unexpected .*decoder\.final_layernorm\.weight"),
         ("forgotten", f"missing {re.escape(MOMENT)}; it belongs"),
@@ -344,7 +353,9 @@ def test_ctrl_c_while_saving_leaves_nothing_behind(on_two: dict[str, Any]) -> No
     assert on_two["interrupted"] == [[], []]
 
 
-def test_a_full_disk_of_one_rank_is_an_error_on_every_rank_and_publishes_nothing(on_two: dict[str, Any]) -> None:
+def test_a_full_disk_of_one_rank_is_an_error_on_every_rank_and_publishes_nothing(
+    on_two: dict[str, Any],
+) -> None:
     for told in on_two["full disks"]:
         for unlucky, message in enumerate(told):
             assert f"rank {unlucky}: OSError: [Errno 27] File too large: " in message

@@ -126,7 +126,9 @@ def cases(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return dict(zip(jobs, on_ranks(2, *jobs.values()), strict=True))
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_what_was_saved(cases: dict[str, Any]) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_what_was_saved(
+    cases: dict[str, Any],
+) -> None:
     for (after, names), resumed in zip(cases["saved"], cases["resumed"], strict=True):
         assert names == ["latest", "stage_1_step_000003"]
         assert resumed == after
@@ -169,14 +171,18 @@ def test_a_stopped_writer_is_an_error_on_every_rank_within_its_time_out(cases: d
         assert found["stopped"] == ["latest", "stage_0_step_000002"]
 
 
-def test_a_full_disk_of_a_writer_is_an_error_on_every_rank_and_publishes_nothing(cases: dict[str, Any]) -> None:
+def test_a_full_disk_of_a_writer_is_an_error_on_every_rank_and_publishes_nothing(
+    cases: dict[str, Any],
+) -> None:
     for found in cases["faults"]:
         assert "rank 1: checkpoint writer (pid" in found["full told"]
         assert "File too large: " in found["full told"]
         assert found["full"] == []
 
 
-def test_a_save_waits_for_the_one_before_it_and_one_that_is_given_up_leaves_nothing(cases: dict[str, Any]) -> None:
+def test_a_save_waits_for_the_one_before_it_and_one_that_is_given_up_leaves_nothing(
+    cases: dict[str, Any],
+) -> None:
     for found in cases["faults"]:
         assert found["given up"] == ["latest", "stage_0_step_000002", "stage_0_step_000004"]
 

@@ -54,8 +54,12 @@ def work(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     from megatron_rl.parallel import groups
 
     groups.init_process_groups(
-        ParallelLayout(dp=world_size), rank=rank, world_size=world_size, master_addr="127.0.0.1",
-        master_port=int(os.environ["MASTER_PORT"]), timeout_s=120,
+        ParallelLayout(dp=world_size),
+        rank=rank,
+        world_size=world_size,
+        master_addr="127.0.0.1",
+        master_port=int(os.environ["MASTER_PORT"]),
+        timeout_s=120,
     )
     seen: dict[str, Any] = {}
     for name, options in RUNS.items():
@@ -206,7 +210,9 @@ def test_an_export_of_a_runs_checkpoint_is_what_the_run_itself_exports(
         assert compare_models(a, b).is_same()
 
 
-@pytest.mark.parametrize("number", range(len(LOADS)), ids=lambda i: f"{LOADS[i][0]}-{LOADS[i][1]}-{LOADS[i][2]}")
+@pytest.mark.parametrize(
+    "number", range(len(LOADS)), ids=lambda i: f"{LOADS[i][0]}-{LOADS[i][1]}-{LOADS[i][2]}"
+)
 def test_any_layout_loads_an_import_as_it_loads_the_hf_directory(
     number: int, ranks: list[dict[str, Any]]
 ) -> None:
@@ -218,7 +224,9 @@ def test_megatron_core_alone_loads_an_import(ranks: list[dict[str, Any]]) -> Non
     assert all(from_hf == from_import for from_hf, from_import in (rank["plain"] for rank in ranks))
 
 
-def test_a_checkpoint_of_megatron_cores_own_layers_is_exported(root: Path, ranks: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_of_megatron_cores_own_layers_is_exported(
+    root: Path, ranks: list[dict[str, Any]]
+) -> None:
     del ranks
     with open_model(root / "of megatron-core", hf_source=root / "qwen3-onekv") as model:
         export_hf(model, root / "from megatron-core")
@@ -236,7 +244,13 @@ def test_the_tool_proves_an_export_by_the_logits_of_megatron_core(
     """In a process of its own: it makes process groups."""
     del ranks  # the run must have been saved
     out, source = root / "proven", root / "qwen3-onekv"
-    command = [sys.executable, "tools/convert_checkpoint.py", "export", str(root / "run qwen3-onekv"), str(out)]
+    command = [
+        sys.executable,
+        "tools/convert_checkpoint.py",
+        "export",
+        str(root / "run qwen3-onekv"),
+        str(out),
+    ]
     command += ["--hf-source", str(source), "--verify", "--bound", "1e-4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, env=environment())
     assert done.returncode == 0, done.stderr

@@ -50,8 +50,15 @@ class Case:
 
     def layout(self, world_size: int) -> ParallelLayout:
         return ParallelLayout.for_world(
-            tp=self.tp, pp=self.pp, vpp=self.vpp, sp=self.sp, ep=self.ep, etp=self.etp,
-            first_stage_layers=self.first, last_stage_layers=self.last, world_size=world_size,
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            sp=self.sp,
+            ep=self.ep,
+            etp=self.etp,
+            first_stage_layers=self.first,
+            last_stage_layers=self.last,
+            world_size=world_size,
         )
 
 
@@ -70,25 +77,51 @@ MODELS: dict[str, dict[str, Any]] = {
 WORLD_SIZE = 4
 CASES = [
     *(Case(model) for model in MODELS),
-    Case("qwen2", tp=2), Case("qwen2", tp=2, sp=True), Case("qwen2", pp=2), Case("qwen2", pp=2, vpp=2),
-    Case("qwen2-tied", tp=2), Case("qwen2-tied", pp=2), Case("qwen2-tied", pp=2, vpp=2),
-    Case("qwen3", tp=2), Case("qwen3", tp=2, sp=True), Case("llama", tp=2, sp=True),
-    Case("llama-scaled", pp=2), Case("qwen2", tp=4), Case("qwen2", pp=4), Case("qwen2", tp=2, pp=2),
+    Case("qwen2", tp=2),
+    Case("qwen2", tp=2, sp=True),
+    Case("qwen2", pp=2),
+    Case("qwen2", pp=2, vpp=2),
+    Case("qwen2-tied", tp=2),
+    Case("qwen2-tied", pp=2),
+    Case("qwen2-tied", pp=2, vpp=2),
+    Case("qwen3", tp=2),
+    Case("qwen3", tp=2, sp=True),
+    Case("llama", tp=2, sp=True),
+    Case("llama-scaled", pp=2),
+    Case("qwen2", tp=4),
+    Case("qwen2", pp=4),
+    Case("qwen2", tp=2, pp=2),
     Case("qwen2-tied", tp=2, pp=2, sp=True),
-    Case("qwen2-onekv", tp=4), Case("qwen2-onekv", tp=4, sp=True), Case("qwen3", tp=4),
-    Case("qwen3-tied", tp=2, pp=2, vpp=2, sp=True), Case("llama-scaled", tp=2, pp=2),
-    Case("qwen2", pp=2, first=1), Case("qwen2-tied", tp=2, pp=2, last=3), Case("qwen3", pp=2, first=3, last=1),
+    Case("qwen2-onekv", tp=4),
+    Case("qwen2-onekv", tp=4, sp=True),
+    Case("qwen3", tp=4),
+    Case("qwen3-tied", tp=2, pp=2, vpp=2, sp=True),
+    Case("llama-scaled", tp=2, pp=2),
+    Case("qwen2", pp=2, first=1),
+    Case("qwen2-tied", tp=2, pp=2, last=3),
+    Case("qwen3", pp=2, first=3, last=1),
     Case("qwen2-tied", pp=4, first=1, last=1),
-    Case("moe", ep=2), Case("moe", ep=4), Case("moe", tp=2, sp=True), Case("moe", tp=2, sp=True, ep=2, etp=1),
-    Case("moe", tp=2, sp=True, ep=2), Case("moe", ep=2, etp=2), Case("moe", tp=4, sp=True, ep=2, etp=2),
-    Case("moe", pp=2, ep=2), Case("moe-raw", tp=2, sp=True, ep=4, etp=1),
+    Case("moe", ep=2),
+    Case("moe", ep=4),
+    Case("moe", tp=2, sp=True),
+    Case("moe", tp=2, sp=True, ep=2, etp=1),
+    Case("moe", tp=2, sp=True, ep=2),
+    Case("moe", ep=2, etp=2),
+    Case("moe", tp=4, sp=True, ep=2, etp=2),
+    Case("moe", pp=2, ep=2),
+    Case("moe-raw", tp=2, sp=True, ep=4, etp=1),
     Case("moe-raw", tp=2, pp=2, vpp=2, sp=True, ep=2, etp=1),
 ]
 # those whose weights are also written back
 EXPORTED = [
-    Case("qwen2", tp=2, pp=2), Case("qwen2-tied", tp=2, pp=2, sp=True), Case("qwen2-onekv", tp=4),
-    Case("qwen3-tied", tp=2, pp=2, vpp=2, sp=True), Case("llama"), Case("qwen2-tied", tp=2, pp=2, last=3),
-    Case("moe", tp=2, sp=True, ep=2), Case("moe-raw", tp=2, pp=2, vpp=2, sp=True, ep=2, etp=1),
+    Case("qwen2", tp=2, pp=2),
+    Case("qwen2-tied", tp=2, pp=2, sp=True),
+    Case("qwen2-onekv", tp=4),
+    Case("qwen3-tied", tp=2, pp=2, vpp=2, sp=True),
+    Case("llama"),
+    Case("qwen2-tied", tp=2, pp=2, last=3),
+    Case("moe", tp=2, sp=True, ep=2),
+    Case("moe-raw", tp=2, pp=2, vpp=2, sp=True, ep=2, etp=1),
 ]
 
 

@@ -72,12 +72,16 @@ class _spoilt:
 @pytest.mark.timeout(300)
 def test_steps_with_inf_on_one_rank_are_skipped_by_all_and_one_too_many_ends_the_run(tmp_path: Path) -> None:
     hf_path = make_tiny_hf(tmp_path / "model")
-    for found in run_distributed(_train, 2, Run(hf_path=str(hf_path), root=str(tmp_path / "run")), timeout_s=240):
+    for found in run_distributed(
+        _train, 2, Run(hf_path=str(hf_path), root=str(tmp_path / "run")), timeout_s=240
+    ):
         assert found["skipped"] == [True, True]
         assert found["in_a_row"] == 2
         # losses, gradient norms, learning rates and weights of the steps that were taken: bit for bit
         for name in ("steps", "weights"):
-            disturbed, undisturbed = ([step[name] for step in found[which]] for which in ("disturbed", "undisturbed"))
+            disturbed, undisturbed = (
+                [step[name] for step in found[which]] for which in ("disturbed", "undisturbed")
+            )
             assert disturbed == undisturbed, name
         assert found["steps"] == (2, 0)
         assert "allow more than optimizer.max_skipped_steps = 2" in found["message"]

@@ -35,7 +35,11 @@ SPEC = ModelSpec(
     family="qwen3", num_layers=4, hidden_size=8, ffn_size=16, num_heads=4, num_kv_heads=1, head_dim=4,
     vocab_size=101, max_positions=64, rope_theta=1e4, norm_eps=1e-6, tied=True, qkv_bias=False, qk_norm=True,
 )  # fmt: skip
-ONE_ROW, SEVERAL, ALL = 136, 3000, 2**20  # bytes of a bucket: one interval in each, about three tensors, one bucket
+ONE_ROW, SEVERAL, ALL = (
+    136,
+    3000,
+    2**20,
+)  # bytes of a bucket: one interval in each, about three tensors, one bucket
 LAYOUTS = {
     "tp2pp2-tp2": (ParallelLayout(tp=2, pp=2), 2, 1, torch.float32),
     "tp4-tp2-bf16": (ParallelLayout(tp=4), 2, 1, torch.bfloat16),
@@ -48,7 +52,9 @@ LAYOUTS = {
 def plan_of(layout, target_tp, replicas, dtype, *, bucket_bytes=ALL, two_tier=False):
     trainers, workers = layout.world_size, target_tp * replicas
     placement = None
-    if two_tier:  # trainers on one node, all engines on another: one worker receives, the others get it from there
+    if (
+        two_tier
+    ):  # trainers on one node, all engines on another: one worker receives, the others get it from there
         placement = Placement(
             trainer_nodes=(0,) * trainers, worker_nodes=(1,) * workers,
             trainer_devices=(None,) * trainers, worker_devices=(None,) * workers,
@@ -232,7 +238,9 @@ def send_old_version(rank, world_size, plan, port):
 
 def test_weights_of_another_version_are_refused():
     plan = plan_of(ParallelLayout(), 1, 1, torch.float32)
-    assert "trainer rank 0 sent version 1, expected 2" in run_threads(send_old_version, 2, plan, free_port())[1]
+    assert (
+        "trainer rank 0 sent version 1, expected 2" in run_threads(send_old_version, 2, plan, free_port())[1]
+    )
 
 
 def follow_another_plan(rank, world_size, port):

@@ -83,7 +83,9 @@ def test_transformers_opens_an_export_with_nothing_else_at_hand(exported: Path, 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     alone = Path(shutil.copytree(exported, tmp_path / "alone"))
-    tokenizer, original = (AutoTokenizer.from_pretrained(path) for path in (alone, exported.parent / "models" / "tiny"))
+    tokenizer, original = (
+        AutoTokenizer.from_pretrained(path) for path in (alone, exported.parent / "models" / "tiny")
+    )
     messages = [{"role": "user", "content": "4+7-1"}]
     ids, wanted = (t.apply_chat_template(messages, add_generation_prompt=True) for t in (tokenizer, original))
     assert ids == wanted
@@ -93,9 +95,7 @@ def test_transformers_opens_an_export_with_nothing_else_at_hand(exported: Path, 
 
 
 @pytest.mark.timeout(600)
-def test_vllm_opens_an_export_and_computes_what_transformers_computes(
-    exported: Path, tmp_path: Path
-) -> None:
+def test_vllm_opens_an_export_and_computes_what_transformers_computes(exported: Path, tmp_path: Path) -> None:
     with VllmEngine.start(
         EngineConfig(), hf_path=exported, dtype="float32", spec=ModelSpec.from_hf(exported), max_model_len=64, seed=0,
         log_dir=tmp_path,

@@ -196,7 +196,9 @@ def test_a_killed_grader_a_ctrl_c_and_a_killed_engine(here: Path, beginner: Path
     (grader,) = processes_of(run_dir, GRADER)
     os.kill(grader, signal.SIGKILL)
     killed_after = num_steps(run_dir)
-    wait_for(lambda: process.poll() is not None or num_steps(run_dir) >= killed_after + 2, "two more iterations")
+    wait_for(
+        lambda: process.poll() is not None or num_steps(run_dir) >= killed_after + 2, "two more iterations"
+    )
     # into the generation of the next one, which is most of an iteration
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
@@ -206,13 +208,17 @@ def test_a_killed_grader_a_ctrl_c_and_a_killed_engine(here: Path, beginner: Path
     assert_every_verdict_is_right(run_dir)
 
     process, steps = start(here, run_dir, *options, "--resume"), num_steps(run_dir)
-    wait_for(lambda: process.poll() is not None or num_steps(run_dir) > steps, "an iteration after the resume")
+    wait_for(
+        lambda: process.poll() is not None or num_steps(run_dir) > steps, "an iteration after the resume"
+    )
     (engine,) = processes_of(run_dir, ENGINE)
     os.kill(engine, signal.SIGKILL)
     code, _, errors = ended(process, timeout_s=60)
     assert code == USER_ERROR
     message, _, log = errors.partition("; log ")
-    assert is_one_message(message, rf"engine replica 0 \(pid {engine}\): died \(signal SIGKILL\) while \w+$"), errors
+    assert is_one_message(
+        message, rf"engine replica 0 \(pid {engine}\): died \(signal SIGKILL\) while \w+$"
+    ), errors
     assert f"{run_dir}/logs/engine_0.log ends with" in log
     assert_nothing_is_left(run_dir)
     assert [line["step"] for line in lines(run_dir)] == list(range(1, num_steps(run_dir) + 1))

@@ -58,9 +58,17 @@ class Trainer:
 
 
 @contextmanager
-def trainer(place: Path, models: Sequence[Path], *, inside: Sequence[str] = (), **settings: Any) -> Iterator[Trainer]:
+def trainer(
+    place: Path, models: Sequence[Path], *, inside: Sequence[str] = (), **settings: Any
+) -> Iterator[Trainer]:
     old, new = map(str, models)
-    settings = {"old": old, "new": new, "logs": str(place / "logs"), "secret_file": None, "timeout_s": 60.0} | settings
+    settings = {
+        "old": old,
+        "new": new,
+        "logs": str(place / "logs"),
+        "secret_file": None,
+        "timeout_s": 60.0,
+    } | settings
     errors = place / "trainer.txt"
     with open(errors, "wb") as log:
         process = subprocess.Popen(
@@ -178,7 +186,9 @@ def test_a_cut_network_ends_a_push_in_time_at_both_ends(tmp_path: Path) -> None:
         secret = ("--secret-file", str(tmp_path / "secret"))
         with (
             engine_host(tmp_path / "host", f"{cable.addresses[1]}:7100", *secret, inside=there) as host,
-            trainer(tmp_path, models, inside=here, hosts=[host.at], replicas=1, secret_file=secret[1]) as running,
+            trainer(
+                tmp_path, models, inside=here, hosts=[host.at], replicas=1, secret_file=secret[1]
+            ) as running,
         ):
             assert running.started["nodes"][0].split()[-1] != os.readlink("/proc/self/ns/net")
             assert "result" in running.do("push 1")

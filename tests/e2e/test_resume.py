@@ -57,7 +57,13 @@ def test_a_run_whose_engine_is_killed_and_then_stopped_is_the_run_that_was_not_d
     scratch = run_dir.parent / "disturbed_scratch"
     scratch.mkdir()
     process = start(
-        place, run_dir, f"model.hf_path={beginner}", port, alive, recipe=GOLDEN, environment={"TMPDIR": str(scratch)}
+        place,
+        run_dir,
+        f"model.hf_path={beginner}",
+        port,
+        alive,
+        recipe=GOLDEN,
+        environment={"TMPDIR": str(scratch)},
     )
     engines = []
     try:
@@ -70,8 +76,13 @@ def test_a_run_whose_engine_is_killed_and_then_stopped_is_the_run_that_was_not_d
         code, output, errors = ended(process, timeout_s=400)
     assert code == 0, errors[-3000:]
     killed, stopped = (f"engine replica 0 (pid {pid}): " for pid in engines)
-    assert re.search(re.escape(killed) + r"died \(signal SIGKILL\) while \w+: started again in \S+ s", output), output
-    assert f"{stopped}process {engines[1]} stopped (state T) for 10 s (engine.heartbeat_timeout_s) while" in output
+    assert re.search(
+        re.escape(killed) + r"died \(signal SIGKILL\) while \w+: started again in \S+ s", output
+    ), output
+    assert (
+        f"{stopped}process {engines[1]} stopped (state T) for 10 s (engine.heartbeat_timeout_s) while"
+        in output
+    )
     want, got = lines(straight), lines(run_dir)
     counts = [line.pop("engine/restarts", 0) for line in got]
     assert counts == sorted(counts) and set(counts) == {0, 1, 2}

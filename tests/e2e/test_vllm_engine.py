@@ -92,9 +92,7 @@ def request(prompt, seed, *, max_tokens=16, temperature=1.0, **fields):
 
 def gap_to_hf(model, prompt, completion, *, temperature=1.0):
     expected = hf_logprobs(model, [*prompt, *completion.token_ids], temperature=temperature)
-    return max(
-        abs(a - b) for a, b in zip(expected[len(prompt) - 1 :], completion.logprobs, strict=True)
-    )
+    return max(abs(a - b) for a, b in zip(expected[len(prompt) - 1 :], completion.logprobs, strict=True))
 
 
 def test_a_sample_depends_on_its_own_seed_alone(engine):
@@ -230,16 +228,21 @@ def test_completions_of_another_weight_version_are_refused(engine, push, tmp_pat
         with RewardModel({"math_answer": 1.0}) as grader:
             collector = Collector(engine, grader, tokenizer, stop_token_ids=())
             token_ids = {prompt.id: [3, 7, 9] for prompt in prompts}
-            return collector.collect(prompts, token_ids, draw, weight_version=7, span=lambda name: nullcontext())
+            return collector.collect(
+                prompts, token_ids, draw, weight_version=7, span=lambda name: nullcontext()
+            )
 
     def older(message):
         for completion in message["result"][2:]:
             completion["weight_version"] = 6
         return message
 
-    with answers_changed(engine, older), pytest.raises(
-        TrainingError,
-        match=r"2 of 8 completions were sampled from weight version 6 \(the first is number 2\), but .* version 7",
+    with (
+        answers_changed(engine, older),
+        pytest.raises(
+            TrainingError,
+            match=r"2 of 8 completions were sampled from weight version 6 \(the first is number 2\), but .* version 7",
+        ),
     ):
         collect()
     with answers_changed(engine, lambda message: message):
@@ -368,11 +371,15 @@ def test_a_killed_replica_is_named_and_a_fresh_one_redoes_its_block_to_the_last_
     with pytest.raises(LostEngineError, match=died):
         for _ in range(200):
             engine.generate(requests)
-    assert [(replica, bool(re.match(died, why))) for replica, why in engine.find_lost().items()] == [(1, True)]
+    assert [(replica, bool(re.match(died, why))) for replica, why in engine.find_lost().items()] == [
+        (1, True)
+    ]
     kept = engine._blocks[0].answer.result()
     engine.restart([1])
     assert engine.pids[0] == survivor and group_members(victim) == [] and engine.find_lost() == {}
-    with pytest.raises(EngineError, match=r"engine replica 1 .* weights are version -1, the request expects 40"):
+    with pytest.raises(
+        EngineError, match=r"engine replica 1 .* weights are version -1, the request expects 40"
+    ):
         engine.generate(requests)
     push.sync.disconnect()
     push(40, 2)

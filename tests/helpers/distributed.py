@@ -16,8 +16,8 @@ from typing import Any
 
 from tests.helpers.forked import forkserver, inherit
 
-_GRACE_S = 3.0      # other ranks get this long to fail by themselves once one has
-_LOG_CHARS = 3000   # of the end of a log that are shown
+_GRACE_S = 3.0  # other ranks get this long to fail by themselves once one has
+_LOG_CHARS = 3000  # of the end of a log that are shown
 
 
 class DistributedFailure(AssertionError):
@@ -73,8 +73,12 @@ def _entry(
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
     )
     import torch
 

@@ -29,9 +29,7 @@ class Host:
 
 
 @contextmanager
-def engine_host(
-    place: Path, listen: str, *options: str, inside: Sequence[str] = ()
-) -> Iterator[Host]:
+def engine_host(place: Path, listen: str, *options: str, inside: Sequence[str] = ()) -> Iterator[Host]:
     """Running in `place`, in the namespace that the command `inside` enters; ended by SIGTERM, which has to work."""
     place.mkdir(parents=True, exist_ok=True)
     output = place / "engine_host.txt"

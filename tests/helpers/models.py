@@ -42,18 +42,33 @@ def make_tiny_hf(
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rope_theta}
     if rope_factor is not None:
         rope = {
-            "rope_type": "llama3", "rope_theta": rope_theta, "factor": rope_factor,
-            "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+            "rope_theta": rope_theta,
+            "factor": rope_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
         }
     of_experts = {
-        "num_experts": experts, "num_experts_per_tok": experts_per_token, "moe_intermediate_size": expert_ffn,
+        "num_experts": experts,
+        "num_experts_per_tok": experts_per_token,
+        "moe_intermediate_size": expert_ffn,
         "norm_topk_prob": norm_topk_prob,
     }
     config = config_class(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=num_layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-        max_position_embeddings=512 if rope_factor is None else 65536, tie_word_embeddings=tied,
-        rope_parameters=rope, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=512 if rope_factor is None else 65536,
+        tie_word_embeddings=tied,
+        rope_parameters=rope,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
         **(of_experts if family == "qwen3_moe" else {}),
     )
     torch.manual_seed(seed)

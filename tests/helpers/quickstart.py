@@ -39,7 +39,11 @@ def train(
 
 
 def start(
-    place: Path, run_dir: Path, *options: str, recipe: Path = RECIPE, environment: dict[str, str] | None = None
+    place: Path,
+    run_dir: Path,
+    *options: str,
+    recipe: Path = RECIPE,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     """The same command, running. Every process of the run carries a mark: see `processes.processes_of`."""
     command = [sys.executable, "-m", "megatron_rl", "train", str(recipe), "--run-dir", str(run_dir), *options]

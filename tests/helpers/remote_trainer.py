@@ -57,7 +57,11 @@ class Trainer:
                 for seed in range(self._config.replicas)
             ]
             return [
-                {"token_ids": each.token_ids, "logprobs": each.logprobs, "weight_version": each.weight_version}
+                {
+                    "token_ids": each.token_ids,
+                    "logprobs": each.logprobs,
+                    "weight_version": each.weight_version,
+                }
                 for each in self.engine.generate(requests)
             ]
         last = self.engine._replicas[-1]

@@ -23,7 +23,9 @@ def group(name: str, verdicts: Sequence[Verdict], *, response_tokens: int = 3) -
             ),
             text="x",
             reward=RewardResult(
-                score=float(verdict.is_correct()), parts={"math_answer": float(verdict.is_correct())}, verdict=verdict
+                score=float(verdict.is_correct()),
+                parts={"math_answer": float(verdict.is_correct())},
+                verdict=verdict,
             ),
         )
         for index, verdict in enumerate(verdicts)

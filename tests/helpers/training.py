@@ -46,7 +46,11 @@ class Run:
 
 def recipe_of(run: Run) -> Recipe:
     stage = SftStage(
-        kind="sft", data="data.jsonl", steps=2 * STEPS, global_batch_size=8, tokens_per_microbatch=TOKENS,
+        kind="sft",
+        data="data.jsonl",
+        steps=2 * STEPS,
+        global_batch_size=8,
+        tokens_per_microbatch=TOKENS,
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5),
         schedule=ScheduleConfig(kind="cosine", warmup_steps=2, min_lr=1e-4),
     )

@@ -24,9 +24,7 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int]]:
 
 
 def all_boxes(shape: tuple[int, ...], borders: list[int]) -> list[Box]:
-    return [
-        box for start, stop in pairwise(borders) for box in boxes_of_run(shape, start, stop)
-    ]
+    return [box for start, stop in pairwise(borders) for box in boxes_of_run(shape, start, stop)]
 
 
 def elements(shape: tuple[int, ...], box: Box) -> list[int]:

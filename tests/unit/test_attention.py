@@ -15,9 +15,7 @@ def bounds(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, scale: float
-) -> Tensor:
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, scale: float) -> Tensor:
     """softmax(q k^T * scale) v under a causal mask, inside each sequence; kv heads serve their group."""
     group = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)

@@ -27,7 +27,11 @@ from megatron_rl.recipe.schema import CheckpointConfig, LayoutConfig, ModelConfi
 from megatron_rl.recipe.stages import OptimizerConfig, SftStage
 
 STAGE = SftStage(
-    kind="sft", data="data.jsonl", steps=10, global_batch_size=8, tokens_per_microbatch=64,
+    kind="sft",
+    data="data.jsonl",
+    steps=10,
+    global_batch_size=8,
+    tokens_per_microbatch=64,
     optimizer=OptimizerConfig(lr=1e-3),
 )
 MODEL = {"vocab_size": 251, "num_layers": 4}
@@ -206,7 +210,9 @@ def test_a_stage_that_has_not_begun_may_be_mended_added_or_removed() -> None:
 
 def test_another_model_is_an_error_that_lists_every_number() -> None:
     check_same_model(saved_by(RECIPE), dict(MODEL))
-    with pytest.raises(CheckpointError, match=r"another model than model\.hf_path \(vocab_size: was 251, is 250\)"):
+    with pytest.raises(
+        CheckpointError, match=r"another model than model\.hf_path \(vocab_size: was 251, is 250\)"
+    ):
         check_same_model(saved_by(RECIPE), MODEL | {"vocab_size": 250})
 
 

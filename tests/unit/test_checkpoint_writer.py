@@ -86,7 +86,9 @@ def writer() -> Iterator[WriterProcess]:
     process.close()
 
 
-def submit(writer: WriterProcess, staging: StagingBuffer, directory: Path, *, timeout_s: float = 60.0) -> None:
+def submit(
+    writer: WriterProcess, staging: StagingBuffer, directory: Path, *, timeout_s: float = 60.0
+) -> None:
     ranges = staging.fill({"a": [bytes(64), torch.arange(5.0)[None], b"tail"], "b": [CONTENT]})
     writer.submit(directory, ranges, memory=staging.descriptor, timeout_s=timeout_s)
 
@@ -133,7 +135,9 @@ def test_a_stopped_writer_is_an_error_within_its_time_and_is_killed(
     submit(writer, staging, tmp_path, timeout_s=0.5)
     assert not writer.is_settled()
     began, pid = time.monotonic(), writer.pid
-    with pytest.raises(CheckpointError, match=rf"rank 3: checkpoint writer \(pid {pid}\) did not finish within 0\.5 s"):
+    with pytest.raises(
+        CheckpointError, match=rf"rank 3: checkpoint writer \(pid {pid}\) did not finish within 0\.5 s"
+    ):
         writer.result()
     assert time.monotonic() - began < 10
     assert not Path(f"/proc/{pid}").exists()
@@ -144,7 +148,9 @@ def test_a_full_disk_of_the_writer_is_an_error_naming_the_file(
 ) -> None:
     with process_files_limited_to(writer.pid, 5_000_000):
         submit(writer, staging, tmp_path)
-        with pytest.raises(CheckpointError, match=r"rank 3: checkpoint writer \(pid \d+\): .*File too large: .*/b"):
+        with pytest.raises(
+            CheckpointError, match=r"rank 3: checkpoint writer \(pid \d+\): .*File too large: .*/b"
+        ):
             writer.result()
 
 
@@ -162,7 +168,9 @@ def test_writers_end_with_their_killed_trainer_even_when_they_are_stopped() -> N
     assert trainer.stdout is not None
     writers = [int(pid) for pid in trainer.stdout.readline().split()]
     # it asks the kernel for its end once it runs
-    wait_for(lambda: all(ignores_interrupts(writer) for writer in writers), "two writers that run", timeout_s=60.0)
+    wait_for(
+        lambda: all(ignores_interrupts(writer) for writer in writers), "two writers that run", timeout_s=60.0
+    )
     os.kill(writers[0], signal.SIGSTOP)
     trainer.kill()
     trainer.communicate()
@@ -170,7 +178,9 @@ def test_writers_end_with_their_killed_trainer_even_when_they_are_stopped() -> N
 
 
 def ignores_interrupts(pid: int) -> bool:
-    (mask,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
+    (mask,) = (
+        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn")
+    )
     return bool(int(mask.split()[1], 16) & 1 << (signal.SIGINT - 1))
 
 

@@ -135,9 +135,15 @@ def tensors_of_file(path: Path) -> list[str]:
 
 def test_an_export_is_self_contained(hf: Path, tmp_path: Path) -> None:
     along = {
-        "tokenizer.json": b'{"a": 1}', "tokenizer_config.json": b"{}", "tokenizer.model": b"\x00\xff",
-        "merges.txt": b"a b\r\n", "vocab.json": b"{}", "special_tokens_map.json": b"{ }", "LICENSE": b"do",
-        "chat_template.jinja": b"{{ messages }}\n", "additional_chat_templates/tool.jinja": b"{{ tools }}",
+        "tokenizer.json": b'{"a": 1}',
+        "tokenizer_config.json": b"{}",
+        "tokenizer.model": b"\x00\xff",
+        "merges.txt": b"a b\r\n",
+        "vocab.json": b"{}",
+        "special_tokens_map.json": b"{ }",
+        "LICENSE": b"do",
+        "chat_template.jinja": b"{{ messages }}\n",
+        "additional_chat_templates/tool.jinja": b"{{ tools }}",
     }
     for name, content in along.items():
         (hf / name).parent.mkdir(exist_ok=True)
@@ -165,7 +171,10 @@ ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "rope_theta": 5e5,
             "rope_scaling": {
-                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             },
         },
@@ -243,7 +252,11 @@ def test_a_hf_directory_exports_to_another_dtype_directly(hf: Path, tmp_path: Pa
 def writer_of(hf: Path, out: Path) -> tuple[HfWriter, dict[str, torch.Tensor]]:
     spec, held = ModelSpec.from_hf(hf), tensors_of(hf)
     writer = HfWriter(
-        spec, hf_source=hf, out_dir=out, dtypes=dict.fromkeys(hf_tensors(spec), torch.float32), max_file_bytes=100_000
+        spec,
+        hf_source=hf,
+        out_dir=out,
+        dtypes=dict.fromkeys(hf_tensors(spec), torch.float32),
+        max_file_bytes=100_000,
     )
     return writer, {name: held[name] for name in hf_tensors(spec)}
 
@@ -271,8 +284,11 @@ def test_files_that_do_not_hold_what_was_added_are_noticed(hf: Path, tmp_path: P
     elif harm == "cut short":
         file.write_bytes(file.read_bytes()[:-1])
     else:
-        file.write_bytes(file.read_bytes().replace(b'"shape":[64,64]', b'"shape":[4096 ]').replace(
-            b'"shape":[96,64]', b'"shape":[64,96]'))
+        file.write_bytes(
+            file.read_bytes()
+            .replace(b'"shape":[64,64]', b'"shape":[4096 ]')
+            .replace(b'"shape":[96,64]', b'"shape":[64,96]')
+        )
     with pytest.raises(ModelError):
         writer.finish()
     writer.discard()
@@ -318,6 +334,8 @@ def test_a_conversion_holds_a_tensor_at_a_time_and_not_the_model(tmp_path: Path)
     round_trip(hf, tmp_path / "first")
     (tmp_path / "second").mkdir()
     imported = added_memory(lambda: import_hf(hf, tmp_path / "second" / "imported"))
-    exported = added_memory(lambda: convert(tmp_path / "second" / "imported", tmp_path / "second" / "exported"))
+    exported = added_memory(
+        lambda: convert(tmp_path / "second" / "imported", tmp_path / "second" / "exported")
+    )
     # a tensor, a block where bytes cannot go straight to their place, and what the allocator keeps
     assert max(imported, exported) < size / 4, (imported, exported, size)

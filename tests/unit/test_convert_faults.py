@@ -207,11 +207,27 @@ def no_config(hf: Path) -> str:
 
 
 HARMED_SOURCES = (
-    cut_inside_the_data, cut_inside_the_header, empty_file, intervals_that_overlap, name_twice_in_a_header,
-    name_in_two_files, ghost_in_the_index, tensor_in_another_file, tensor_that_the_index_forgot,
-    file_that_is_not_there, file_of_another_directory, single_file_beside_an_index, missing_and_unexpected,
-    other_prefix, wrong_shape, quantised, pickled_only, config_of_another_model, unknown_architecture,
-    unsupported_rope, no_config,
+    cut_inside_the_data,
+    cut_inside_the_header,
+    empty_file,
+    intervals_that_overlap,
+    name_twice_in_a_header,
+    name_in_two_files,
+    ghost_in_the_index,
+    tensor_in_another_file,
+    tensor_that_the_index_forgot,
+    file_that_is_not_there,
+    file_of_another_directory,
+    single_file_beside_an_index,
+    missing_and_unexpected,
+    other_prefix,
+    wrong_shape,
+    quantised,
+    pickled_only,
+    config_of_another_model,
+    unknown_architecture,
+    unsupported_rope,
+    no_config,
 )
 
 
@@ -284,13 +300,22 @@ def metadata_of_another_model(checkpoint: Path) -> str:
 
 
 HARMED_CHECKPOINTS = (
-    not_a_checkpoint, not_there, not_finished, tensors_not_there, tensors_cut_short, tensors_garbled,
-    metadata_garbled, state_garbled, metadata_of_another_model,
+    not_a_checkpoint,
+    not_there,
+    not_finished,
+    tensors_not_there,
+    tensors_cut_short,
+    tensors_garbled,
+    metadata_garbled,
+    state_garbled,
+    metadata_of_another_model,
 )
 
 
 @pytest.mark.parametrize("harm", HARMED_CHECKPOINTS, ids=lambda harm: harm.__name__)
-def test_a_harmed_checkpoint_is_refused(harm: Callable[[Path], str], checkpoint: Path, tmp_path: Path) -> None:
+def test_a_harmed_checkpoint_is_refused(
+    harm: Callable[[Path], str], checkpoint: Path, tmp_path: Path
+) -> None:
     told = harm(checkpoint)
     assert told in refused(lambda: export(checkpoint, tmp_path / "out"), tmp_path)
 
@@ -328,7 +353,9 @@ def test_a_part_that_no_file_holds_is_named(checkpoint: Path, model: Path, tmp_p
     metadata = FileSystemReader(checkpoint / "model").read_metadata()
     key = "decoder.layers.mlp.linear_fc2.weight"
     metadata.state_dict_metadata[key].chunks.pop()
-    results = [WriteResult(index=i, size_in_bytes=0, storage_data=s) for i, s in metadata.storage_data.items()]
+    results = [
+        WriteResult(index=i, size_in_bytes=0, storage_data=s) for i, s in metadata.storage_data.items()
+    ]
     FileSystemWriter(checkpoint / "model").finish(metadata, [results])
     told = refused(lambda: export_from(checkpoint / "model", model, tmp_path / "out"), tmp_path)
     assert "model.layers.0.mlp.down_proj.weight: 3072 of 6144 elements are not there" in told

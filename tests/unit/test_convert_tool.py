@@ -49,7 +49,12 @@ def test_help_explains_each_command(command: str, capsys: pytest.CaptureFixture[
         TOOL.main([command, "--help"] if command else ["--help"])
     assert caught.value.code == 0
     said = capsys.readouterr().out
-    words = {"": "examples:", "import": "--tp", "export": "--hf-source", "verify": "Exit code 0: the same model"}
+    words = {
+        "": "examples:",
+        "import": "--tp",
+        "export": "--hf-source",
+        "verify": "Exit code 0: the same model",
+    }
     assert words[command] in said
 
 
@@ -135,8 +140,16 @@ def rotary_base(copy: Path) -> str:
 
 
 CHANGES = (
-    one_element, one_bit_of_a_zero, one_tensor_less, one_tensor_more, one_shape, one_dtype, one_tokenizer,
-    one_file_less, one_token_id, rotary_base,
+    one_element,
+    one_bit_of_a_zero,
+    one_tensor_less,
+    one_tensor_more,
+    one_shape,
+    one_dtype,
+    one_tokenizer,
+    one_file_less,
+    one_token_id,
+    rotary_base,
 )
 
 
@@ -154,7 +167,11 @@ def test_rounding_is_a_difference_unless_it_is_allowed(
 ) -> None:
     assert run(capsys, "export", imported, tmp_path / "out", "--dtype", "bfloat16")[0] == 0
     code, said = run(capsys, "verify", model, tmp_path / "out")
-    assert code == 1 and "0 the same byte for byte, 27 after rounding, 0 different" in said and "and 15 more" in said
+    assert (
+        code == 1
+        and "0 the same byte for byte, 27 after rounding, 0 different" in said
+        and "and 15 more" in said
+    )
     code, said = run(capsys, "verify", model, tmp_path / "out", "--allow-rounding")
     assert code == 0 and said.endswith("verdict  the same model\n")
     # rounding does not hide a change
@@ -167,7 +184,9 @@ def test_logits_of_megatron_core_and_transformers_are_compared(
     model: Path, imported: Path, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, said = run(capsys, "verify", imported, model, "--logits", "--bound", "1e-4")
-    assert code == 0 and "logits   of 55 tokens differ by up to" in said and "within the bound of 0.0001" in said
+    assert (
+        code == 0 and "logits   of 55 tokens differ by up to" in said and "within the bound of 0.0001" in said
+    )
     rewrite(copy, {GATE: tensors_of(copy)[GATE].flip(0)})
     code, said = run(capsys, "verify", imported, copy, "--logits")
     assert code == 1 and "OVER the bound of 0.001" in said
@@ -195,7 +214,10 @@ def test_an_export_that_cannot_be_proven_is_not_published(
     assert run(capsys, "import", copy, tmp_path / "imported")[0] == 0
     code, said = run(capsys, "export", tmp_path / "imported", tmp_path / "out", "--verify")
     assert code == 1 and "27 the same byte for byte" in said and "OVER the bound" in said
-    assert f"error: {tmp_path / 'imported'}: the export does not hold the same model; nothing was written" in said
+    assert (
+        f"error: {tmp_path / 'imported'}: the export does not hold the same model; nothing was written"
+        in said
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "imported"]
 
 

@@ -44,4 +44,7 @@ def test_an_engine_that_started_without_weights_generates_nothing_before_it_has_
     request = {"cmd": "generate", "weight_version": -1, "requests": []}
     error = asked(server, request)["error"]
     assert error["kind"] == "engine"
-    assert "weights are stale (none were transferred yet, and the model directory holds none)" in error["message"]
+    assert (
+        "weights are stale (none were transferred yet, and the model directory holds none)"
+        in error["message"]
+    )

@@ -112,7 +112,9 @@ def test_each_host_counts_its_own_gpus(serve, model, tmp_path, monkeypatch):
 
 def test_a_host_with_gpus_does_not_serve_a_trainer_without(serve, model):
     at, _ = serve(gpus=8)
-    with pytest.raises(EngineError, match=rf"engine\.hosts\.0: {at} shows 8 GPUs, but this machine has no GPU"):
+    with pytest.raises(
+        EngineError, match=rf"engine\.hosts\.0: {at} shows 8 GPUs, but this machine has no GPU"
+    ):
         check_hosts(EngineConfig(hosts=(at,)), hf_path=model)
 
 
@@ -126,7 +128,9 @@ def test_an_engine_that_dies_there_is_named_with_its_host_and_the_end_of_its_log
         replica.ask("status", timeout_s=30)
     assert replica.lost == str(caught.value)
     assert other.lost is None
-    assert f"engine replica 0 on {at} (pid {replica.pid}): died (signal SIGKILL) while status" in str(caught.value)
+    assert f"engine replica 0 on {at} (pid {replica.pid}): died (signal SIGKILL) while status" in str(
+        caught.value
+    )
     assert f"--- engine process {replica.pid} started 20" in str(caught.value)
     # and this one is told what its own process says
     with pytest.raises(EngineError, match=rf"replica 1 on {at} .* starting failed: KeyError: 'kv_cache_gib'"):
@@ -220,7 +224,9 @@ def test_hosts_that_cannot_be_used_are_all_named(serve, model, tmp_path, monkeyp
     assert first.startswith(f"engine.hosts.0: {ADDRESS}:{closed} cannot be reached (Connection refused)")
     assert f"run `megatron-rl engine --listen {ADDRESS}:{closed}` there" in first
     assert second.startswith("engine.hosts.1: no.such.host.invalid:1 cannot be reached (")
-    assert third.startswith(f"engine.secret_file: engine.hosts.2: {other} does not let us in: it was started without")
+    assert third.startswith(
+        f"engine.secret_file: engine.hosts.2: {other} does not let us in: it was started without"
+    )
 
 
 def test_a_host_may_come_up_a_little_later_than_the_trainer(model, tmp_path):
@@ -269,15 +275,21 @@ def test_a_model_that_is_not_there_or_another_is_refused(serve, model, tmp_path)
     message = remote_engine.EngineAddress(key="engine.hosts.0", at=parse_host_port(at), secret=None)
     with pytest.raises(EngineError, match=rf"{at}: {model}/config.json differs from the trainer's; copy"):
         remote_engine.check_host(message, {"hf_path": str(model), "config_digest": "of another"})
-    with pytest.raises(EngineError, match=r"/no/such/config.json: No such file .* paths must be the same on all"):
+    with pytest.raises(
+        EngineError, match=r"/no/such/config.json: No such file .* paths must be the same on all"
+    ):
         remote_engine.check_host(message, {"hf_path": "/no/such", "config_digest": ""})
     assert len(check_hosts(config, hf_path=model)) == 1
 
 
 def test_other_versions_on_the_host_are_refused(serve, model, monkeypatch):
     at, _ = serve()
-    monkeypatch.setattr(remote_engine, "versions", lambda: {"megatron_rl": "0.0.1", "vllm": None, "torch": None})
-    with pytest.raises(EngineError, match=rf"{at} has megatron_rl \S+, this machine 0\.0\.1; install the same"):
+    monkeypatch.setattr(
+        remote_engine, "versions", lambda: {"megatron_rl": "0.0.1", "vllm": None, "torch": None}
+    )
+    with pytest.raises(
+        EngineError, match=rf"{at} has megatron_rl \S+, this machine 0\.0\.1; install the same"
+    ):
         check_hosts(EngineConfig(hosts=(at,)), hf_path=model)
 
 
@@ -288,7 +300,9 @@ def test_without_the_secret_nothing_is_started(serve, model, tmp_path, theirs):
     if theirs is not None:
         (tmp_path / "secret").write_bytes(theirs)
         config["secret_file"] = str(tmp_path / "secret")
-    with pytest.raises(EngineError, match=rf"engine\.secret_file: engine\.hosts\.0: {at} does not let us in: it"):
+    with pytest.raises(
+        EngineError, match=rf"engine\.secret_file: engine\.hosts\.0: {at} does not let us in: it"
+    ):
         ReplicaPlaces(EngineConfig(hosts=(at,), **config), hf_path=model, log_dir=tmp_path)
     (tmp_path / "secret").write_bytes(SECRET + b"\n")
     config["secret_file"] = str(tmp_path / "secret")
@@ -319,7 +333,9 @@ def test_both_ends_prove_the_secret():
     facts, _ = meet(lambda sock: enter(sock, SECRET), lambda sock: admit(sock, SECRET, {"node": "x"}))
     assert facts == {"node": "x"}
     for one, other in ((SECRET, SECRET + b"!"), (SECRET, None), (None, SECRET)):
-        outcome = meet(lambda sock, one=one: enter(sock, one), lambda sock, other=other: admit(sock, other, {}))
+        outcome = meet(
+            lambda sock, one=one: enter(sock, one), lambda sock, other=other: admit(sock, other, {})
+        )
         assert isinstance(outcome[0], SecretRefused)
         assert isinstance(outcome[1], EngineError)
 
@@ -379,19 +395,28 @@ def test_a_stranger_cannot_make_the_host_read_much():
 
 
 def test_a_secret_that_is_missing_or_short_is_refused(tmp_path):
-    for path, words in ((tmp_path / "none", "No such file"), (tmp_path / "short", "holds 5 bytes, at least 16")):
+    for path, words in (
+        (tmp_path / "none", "No such file"),
+        (tmp_path / "short", "holds 5 bytes, at least 16"),
+    ):
         (tmp_path / "short").write_text("12345\n")
-        with pytest.raises(EngineError, match=rf"secret file {path} .*{words}.*openssl rand -hex 32 > {path}"):
+        with pytest.raises(
+            EngineError, match=rf"secret file {path} .*{words}.*openssl rand -hex 32 > {path}"
+        ):
             read_secret(path)
 
 
 def test_others_can_be_let_in_with_a_secret_only(tmp_path):
     for address in ("0.0.0.0:0", "[::]:0", "10.203.0.99:7100"):
-        with pytest.raises(EngineError, match="whoever reaches it can start processes here; give --secret-file"):
+        with pytest.raises(
+            EngineError, match="whoever reaches it can start processes here; give --secret-file"
+        ):
             run_engine_host(parse_host_port(address), secret_file=None, log_dir=tmp_path)
     with listen(HostPort("0.0.0.0", 0), has_secret=True) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(EngineError, match=rf"cannot listen on {ADDRESS}:{port} \(Address already in use\)"):
+        with pytest.raises(
+            EngineError, match=rf"cannot listen on {ADDRESS}:{port} \(Address already in use\)"
+        ):
             listen(HostPort(ADDRESS, port), has_secret=True)
     with pytest.raises(EngineError, match=r"cannot listen on 10\.203\.0\.99:7100 \(Cannot assign requested"):
         listen(HostPort("10.203.0.99", 7100), has_secret=True)

@@ -36,7 +36,8 @@ def test_addresses_read_back_as_they_are_written(text, host, port, is_loopback):
 
 
 @pytest.mark.parametrize(
-    "text", ["10.0.0.7", ":7100", "10.0.0.7:", "10.0.0.7:65536", "10.0.0.7:-1", "a:b:1", " a:1", "::1:7100", ""]
+    "text",
+    ["10.0.0.7", ":7100", "10.0.0.7:", "10.0.0.7:65536", "10.0.0.7:-1", "a:b:1", " a:1", "::1:7100", ""],
 )
 def test_what_is_no_address_is_refused(text):
     with pytest.raises(ValueError, match=r"must be HOST:PORT, such as 10\.0\.0\.7:7100"):
@@ -49,8 +50,16 @@ def test_what_is_no_address_is_refused(text):
         (["hosts=[10.0.0.7]"], "hosts.0", "got '10.0.0.7', must be HOST:PORT"),
         (["hosts=[localhost:0]"], "hosts.0", "got 'localhost:0', must name the port that"),
         (["hosts=[localhost:1, localhost:1]", "replicas=2"], "hosts.1", "localhost:1 is there twice"),
-        (["hosts=[localhost:1, localhost:2]"], "hosts", "has 2 hosts for 1 replicas, so that some would stay idle"),
-        (["hosts=[10.0.0.7:7100]"], "hosts.0", "10.0.0.7:7100 is another machine, which asks for a secret; set"),
+        (
+            ["hosts=[localhost:1, localhost:2]"],
+            "hosts",
+            "has 2 hosts for 1 replicas, so that some would stay idle",
+        ),
+        (
+            ["hosts=[10.0.0.7:7100]"],
+            "hosts.0",
+            "10.0.0.7:7100 is another machine, which asks for a secret; set",
+        ),
         (["secret_file=model/config.json"], "secret_file", "is not used without hosts"),
         (["hosts=[10.0.0.7:7100]", "secret_file=no/such"], "secret_file", "no file no/such in"),
     ],

@@ -80,7 +80,9 @@ def test_legacy_grouped_experts_are_refused_by_their_names(tmp_path: Path) -> No
     legacy = nn.ModuleDict({"layer": nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.Module()})})})
     experts = legacy.get_submodule("layer.mlp.experts")
     experts.weight1 = nn.Parameter(torch.zeros(64, 8 * 64))  # type: ignore[assignment]
-    with pytest.raises(ModelError, match=r"mlp\.experts\.weight1 is of megatron-core's legacy grouped experts"):
+    with pytest.raises(
+        ModelError, match=r"mlp\.experts\.weight1 is of megatron-core's legacy grouped experts"
+    ):
         load_hf([legacy], ModelSpec.from_hf(hf), LAYOUT, hf_path=hf, rank=0)
 
 
@@ -91,5 +93,7 @@ def test_a_model_with_an_expert_too_few_does_not_fit_the_table(tmp_path: Path) -
     spec = ModelSpec.from_hf(hf)
     (chunk,) = build_model(spec, LAYOUT, dtype=torch.float32, spec_kind="local")
     del chunk.decoder.layers[0].mlp.experts.local_experts[7]
-    with pytest.raises(ModelError, match=r"does not fit decoder\.layers\.0\.mlp\.experts\.local_experts\.7\."):
+    with pytest.raises(
+        ModelError, match=r"does not fit decoder\.layers\.0\.mlp\.experts\.local_experts\.7\."
+    ):
         load_hf([chunk], spec, LAYOUT, hf_path=hf, rank=0)

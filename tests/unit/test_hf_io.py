@@ -67,7 +67,7 @@ def test_every_parameter_is_filled_and_padding_is_zero(hf: Path) -> None:
         assert torch.isfinite(param).all(), name
     for weight in (chunks[0].embedding.word_embeddings.weight, chunks[0].head_weight()):
         assert weight.shape == (256, 64)
-        assert torch.equal(weight[spec.vocab_size:], torch.zeros(5, 64)) and weight[250].abs().max() > 0
+        assert torch.equal(weight[spec.vocab_size :], torch.zeros(5, 64)) and weight[250].abs().max() > 0
 
 
 def test_an_indexed_checkpoint_loads_as_a_single_file_does(hf: Path) -> None:
@@ -83,12 +83,15 @@ def test_a_bfloat16_model_takes_rounded_values(hf: Path) -> None:
 
 
 def test_all_misfits_are_named_in_one_error(hf: Path) -> None:
-    rewrite(hf, {
-        "model.layers.0.mlp.up_proj.weight": None,
-        "model.layers.1.self_attn.q_proj.bias": None,
-        "model.layers.0.self_attn.q_norm.weight": torch.ones(32),
-        "model.norm.weight": torch.ones(65),
-    })
+    rewrite(
+        hf,
+        {
+            "model.layers.0.mlp.up_proj.weight": None,
+            "model.layers.1.self_attn.q_proj.bias": None,
+            "model.layers.0.self_attn.q_norm.weight": torch.ones(32),
+            "model.norm.weight": torch.ones(65),
+        },
+    )
     with pytest.raises(ModelError) as caught:
         load(hf)
     message = str(caught.value)

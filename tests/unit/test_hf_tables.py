@@ -24,9 +24,20 @@ from megatron_rl.parallel.layout import ParallelLayout
 
 def model(**changes: object) -> ModelSpec:
     sizes = {
-        "family": "qwen2", "num_layers": 4, "hidden_size": 12, "ffn_size": 48, "num_heads": 8,
-        "num_kv_heads": 2, "head_dim": 4, "vocab_size": 37, "max_positions": 64, "rope_theta": 1e4,
-        "norm_eps": 1e-6, "tied": False, "qkv_bias": True, "qk_norm": False,
+        "family": "qwen2",
+        "num_layers": 4,
+        "hidden_size": 12,
+        "ffn_size": 48,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "vocab_size": 37,
+        "max_positions": 64,
+        "rope_theta": 1e4,
+        "norm_eps": 1e-6,
+        "tied": False,
+        "qkv_bias": True,
+        "qk_norm": False,
     }
     return ModelSpec(**(sizes | changes))  # type: ignore[arg-type]
 
@@ -47,12 +58,25 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[ModelSpec, ParallelLayout]:
         ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if tp * dp % n == 0]))
         etp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if tp * dp % (n * ep) == 0])) if ep > 1 else None
     spec = model(
-        num_layers=8, num_kv_heads=draw(st.sampled_from([1, 2, 4, 8])), vocab_size=draw(st.integers(1, 300)),
-        tied=draw(st.booleans()), qkv_bias=draw(st.booleans()), qk_norm=draw(st.booleans()), moe=moe,
+        num_layers=8,
+        num_kv_heads=draw(st.sampled_from([1, 2, 4, 8])),
+        vocab_size=draw(st.integers(1, 300)),
+        tied=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        moe=moe,
     )
     try:
         layout = ParallelLayout(
-            tp=tp, pp=pp, vpp=vpp, dp=dp, sp=True, ep=ep, etp=etp, first_stage_layers=first, last_stage_layers=last
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            dp=dp,
+            sp=True,
+            ep=ep,
+            etp=etp,
+            first_stage_layers=first,
+            last_stage_layers=last,
         )
         spec.check_layout(layout)
     except LayoutError:
@@ -104,8 +128,22 @@ def test_fused_qkv_rows_run_queries_then_key_then_value_of_each_kv_head() -> Non
     """Written out by hand for 4 query heads over 2 kv heads of 2 rows each."""
     spec = model(num_heads=4, num_kv_heads=2, head_dim=2, qkv_bias=False)
     whole = [
-        "q0", "q1", "q2", "q3", "k0", "k1", "v0", "v1",
-        "q4", "q5", "q6", "q7", "k2", "k3", "v2", "v3",
+        "q0",
+        "q1",
+        "q2",
+        "q3",
+        "k0",
+        "k1",
+        "v0",
+        "v1",
+        "q4",
+        "q5",
+        "q6",
+        "q7",
+        "k2",
+        "k3",
+        "v2",
+        "v3",
     ]
     for tp in (1, 2, 4):
         rows: list[str] = []
@@ -124,7 +162,8 @@ def test_gate_rows_of_a_rank_stand_before_its_up_rows() -> None:
     pieces = source_pieces(model(), ParallelLayout(tp=2), rank=1)
     fused = [p for p in pieces if p.param == "decoder.layers.0.mlp.linear_fc1.weight"]
     assert [(p.hf_name.split(".")[-2], p.hf_start, p.length, p.param_start) for p in fused] == [
-        ("gate_proj", 24, 24, 0), ("up_proj", 24, 24, 24),
+        ("gate_proj", 24, 24, 0),
+        ("up_proj", 24, 24, 24),
     ]
 
 
@@ -134,7 +173,9 @@ def test_experts_of_a_rank_are_consecutive_and_split_over_etp() -> None:
     assert layout.expert_coord(5) == (1, 0, 1)
     held = [p for p in source_pieces(spec, layout, rank=5) if ".experts.3." in p.hf_name]
     prefix = "decoder.layers.0.mlp.experts.local_experts.3."
-    assert [(p.hf_name.split(".")[-2], p.hf_dim, p.hf_start, p.length, p.param, p.param_start) for p in held] == [
+    assert [
+        (p.hf_name.split(".")[-2], p.hf_dim, p.hf_start, p.length, p.param, p.param_start) for p in held
+    ] == [
         ("gate_proj", 0, 12, 12, prefix + "linear_fc1.weight", 0),
         ("up_proj", 0, 12, 12, prefix + "linear_fc1.weight", 12),
         ("down_proj", 1, 12, 12, prefix + "linear_fc2.weight", 0),
@@ -154,7 +195,14 @@ def test_interleaved_chunks_hold_the_layers_megatron_assigns_them() -> None:
                 local = int(piece.param.split(".")[2])
                 layers[int(piece.hf_name.split(".")[2])] = (pp_rank, piece.chunk, local)
     assert [layers[i] for i in range(8)] == [
-        (0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1),
+        (0, 0, 0),
+        (0, 0, 1),
+        (1, 0, 0),
+        (1, 0, 1),
+        (0, 1, 0),
+        (0, 1, 1),
+        (1, 1, 0),
+        (1, 1, 1),
     ]
 
 
@@ -177,8 +225,16 @@ def test_tensors_come_in_layer_order_without_a_tied_head() -> None:
 def test_shapes_add_up_to_the_published_size_of_a_mixture() -> None:
     """Qwen3-30B-A3B has 30,532,122,624 parameters."""
     spec = model(
-        family="qwen3_moe", num_layers=48, hidden_size=2048, ffn_size=6144, num_heads=32, num_kv_heads=4,
-        head_dim=128, vocab_size=151936, qkv_bias=False, qk_norm=True,
+        family="qwen3_moe",
+        num_layers=48,
+        hidden_size=2048,
+        ffn_size=6144,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        qkv_bias=False,
+        qk_norm=True,
         moe=MoeSpec(num_experts=128, experts_per_token=8, expert_ffn_size=768, normalise_top_k=True),
     )
     assert sum(math.prod(shape) for shape in hf_tensors(spec).values()) == 30_532_122_624
@@ -187,7 +243,15 @@ def test_shapes_add_up_to_the_published_size_of_a_mixture() -> None:
 def test_shapes_add_up_to_the_published_size_of_a_model() -> None:
     """Qwen3-8B has 8,190,735,360 parameters."""
     spec = model(
-        family="qwen3", num_layers=36, hidden_size=4096, ffn_size=12288, num_heads=32, num_kv_heads=8,
-        head_dim=128, vocab_size=151936, qkv_bias=False, qk_norm=True,
+        family="qwen3",
+        num_layers=36,
+        hidden_size=4096,
+        ffn_size=12288,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        qkv_bias=False,
+        qk_norm=True,
     )
     assert sum(math.prod(shape) for shape in hf_tensors(spec).values()) == 8_190_735_360

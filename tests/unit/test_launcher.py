@@ -322,12 +322,15 @@ def test_without_checkpoints_a_request_ends_at_once_and_says_so(tmp_path):
 
 
 def test_a_rank_that_fails_while_it_stops_is_an_error(tmp_path):
-    body = LOOP.replace("process.close()", """
+    body = LOOP.replace(
+        "process.close()",
+        """
 if me.rank == 1:
     report_failure("no room for the checkpoint", exit_code=2)
     sys.exit(2)
 time.sleep(600)
-""")
+""",
+    )
     process = started(tmp_path, body)
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)

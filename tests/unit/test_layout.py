@@ -124,8 +124,15 @@ def test_ranks_of_experts_are_those_of_megatron(tp: int, dp: int, pp: int) -> No
             for ranks in theirs.get_ranks(axis):
                 assert [layout.expert_coord(rank)[position] for rank in ranks] == list(range(len(ranks)))
                 # ranks of one group differ along this axis alone
-                assert len({layout.expert_coord(r)[:position] + layout.expert_coord(r)[position + 1 :]
-                            for r in ranks}) == 1
+                assert (
+                    len(
+                        {
+                            layout.expert_coord(r)[:position] + layout.expert_coord(r)[position + 1 :]
+                            for r in ranks
+                        }
+                    )
+                    == 1
+                )
         seen += 1
     assert seen >= 6
 
@@ -159,8 +166,16 @@ def test_degrees_that_contradict_each_other_are_refused(degrees: dict[str, int],
         (DENSE, ParallelLayout(dp=2, ep=2), r"layout\.ep: got 2, but the model has no experts; set it to 1"),
         (DENSE, ParallelLayout(etp=1), r"layout\.etp: got 1, but the model has no experts; set it to null"),
         (MOE, ParallelLayout(dp=4, ep=4), r"layout\.ep: got 4, .* model's 6 experts; use 3 or 6"),
-        (MOE, ParallelLayout(dp=6, ep=2, etp=3), r"layout\.etp: got 3, .* 8 columns of an expert; use 2 or 4"),
-        (MOE, ParallelLayout(tp=2, dp=1, sp=True, etp=1), r"layout\.etp: got 1 with ep = 1 and tp = 2; .* null"),
+        (
+            MOE,
+            ParallelLayout(dp=6, ep=2, etp=3),
+            r"layout\.etp: got 3, .* 8 columns of an expert; use 2 or 4",
+        ),
+        (
+            MOE,
+            ParallelLayout(tp=2, dp=1, sp=True, etp=1),
+            r"layout\.etp: got 1 with ep = 1 and tp = 2; .* null",
+        ),
         (MOE, ParallelLayout(dp=2, etp=2), r"layout\.etp: got 2 with ep = 1 and tp = 1"),
         (MOE, ParallelLayout(tp=2), r"layout\.sp: got false with tp = 2; .* set layout\.sp to true"),
         # the columns of the dense MLP that this model does not have put no bound on tp

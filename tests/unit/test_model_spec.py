@@ -16,42 +16,101 @@ from tests.helpers.models import make_tiny_hf
 
 # Qwen2.5-Math-7B as transformers 4 wrote it
 QWEN2: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu",
-    "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 4096,
-    "max_window_layers": 28, "model_type": "qwen2",
-    "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
-    "rope_theta": 10000, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "use_sliding_window": False, "vocab_size": 152064,
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 4096,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 152064,
 }
 # Qwen3-8B
 QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
-    "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960, "model_type": "qwen3",
-    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
-    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
-    "use_sliding_window": False, "vocab_size": 151936,
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
 }
 LLAMA3_ROPE: dict[str, Any] = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
 # Llama-3.1-8B
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
-    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-    "rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": LLAMA3_ROPE,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
 }
 
 # Qwen3-30B-A3B
 QWEN3_MOE: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
-    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
-    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
-    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
-    "use_sliding_window": False, "vocab_size": 151936,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
 }
 
 
@@ -62,8 +121,18 @@ def read(tmp_path: Path, config: dict[str, Any]) -> ModelSpec:
 
 def test_qwen2_has_biases_and_derives_its_head_size(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN2) == ModelSpec(
-        family="qwen2", num_layers=28, hidden_size=3584, ffn_size=18944, num_heads=28, num_kv_heads=4,
-        head_dim=128, vocab_size=152064, max_positions=4096, rope_theta=10000.0, norm_eps=1e-6, tied=False,
+        family="qwen2",
+        num_layers=28,
+        hidden_size=3584,
+        ffn_size=18944,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=152064,
+        max_positions=4096,
+        rope_theta=10000.0,
+        norm_eps=1e-6,
+        tied=False,
         qkv_bias=True,
         qk_norm=False,
     )
@@ -110,8 +179,11 @@ def test_a_spec_survives_json(config: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [QWEN2, QWEN3, LLAMA], ids=["qwen2", "qwen3", "llama"])
 def test_both_transformers_spellings_give_one_spec(config: dict[str, Any], tmp_path: Path) -> None:
     modern = {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
-    modern["rope_parameters"] = {"rope_type": "default", **(config.get("rope_scaling") or {}),
-                                 "rope_theta": config["rope_theta"]}
+    modern["rope_parameters"] = {
+        "rope_type": "default",
+        **(config.get("rope_scaling") or {}),
+        "rope_theta": config["rope_theta"],
+    }
     modern["dtype"] = "bfloat16"
     assert read(tmp_path, modern) == read(tmp_path, config)
 
@@ -160,12 +232,24 @@ def test_what_the_installed_transformers_writes_is_read(family: str, tmp_path: P
         (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling.rope_type", "yarn"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 4}}, "rope_scaling.rope_type", "linear"),
         (LLAMA, {"rope_scaling": "llama3"}, "rope_scaling", "llama3"),
-        (LLAMA, {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 2.0}},
-         "rope_scaling.low_freq_factor", "2.0"),
-        (LLAMA, {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 8}},
-         "rope_scaling.high_freq_factor", "8"),
-        (LLAMA, {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 4096}},
-         "rope_scaling.original_max_position_embeddings", "4096"),
+        (
+            LLAMA,
+            {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 2.0}},
+            "rope_scaling.low_freq_factor",
+            "2.0",
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 8}},
+            "rope_scaling.high_freq_factor",
+            "8",
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 4096}},
+            "rope_scaling.original_max_position_embeddings",
+            "4096",
+        ),
         (LLAMA, {"rope_scaling": LLAMA3_ROPE | {"factor": None}}, "rope_scaling.factor", "nothing"),
         (LLAMA, {"rope_theta": -1}, "rope_theta", "-1"),
         (QWEN2, {"num_hidden_layers": 0}, "num_hidden_layers", "0"),

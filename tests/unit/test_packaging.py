@@ -86,9 +86,7 @@ def declared() -> dict[str, set[str]]:
             strings["core"] = set(ast.literal_eval(node.value))
         if isinstance(node, ast.keyword) and node.arg == "extras_require":
             strings |= {extra: set(names) for extra, names in ast.literal_eval(node.value).items()}
-    return {
-        key: {_normal(re.split(r"[<>=]", name)[0]) for name in names} for key, names in strings.items()
-    }
+    return {key: {_normal(re.split(r"[<>=]", name)[0]) for name in names} for key, names in strings.items()}
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])

@@ -8,7 +8,9 @@ from megatron_rl.recipe.stages import OptimizerConfig, RlStage, SamplingConfig, 
 from megatron_rl.train.progress import Progress, stage_label, stage_length
 
 OPTIMIZER = OptimizerConfig(lr=1e-3)
-SFT = SftStage(kind="sft", data="d", steps=20, global_batch_size=1, tokens_per_microbatch=1, optimizer=OPTIMIZER)
+SFT = SftStage(
+    kind="sft", data="d", steps=20, global_batch_size=1, tokens_per_microbatch=1, optimizer=OPTIMIZER
+)
 RL = RlStage(
     kind="rl",
     prompts="p",
@@ -33,7 +35,9 @@ def test_stages_of_one_kind_are_numbered_only_when_there_are_several() -> None:
 
 
 def test_progress_survives_a_round_trip_through_a_checkpoint() -> None:
-    progress = Progress(stage=1).advanced(4, sampler={"cursors": [1]}, counts={"prompts": 8}, weight_version=16)
+    progress = Progress(stage=1).advanced(
+        4, sampler={"cursors": [1]}, counts={"prompts": 8}, weight_version=16
+    )
     assert Progress(**json.loads(json.dumps(progress.to_dict()))) == progress
 
 
@@ -48,5 +52,10 @@ def test_counts_add_up_and_go_on_in_the_next_stage() -> None:
     sft = Progress().advanced(1, counts={"samples": 4}).advanced(2, counts={"samples": 3})
     rl = sft.next_stage(1).advanced(1, sampler={"cursors": [1]}, counts={"prompts": 8}, weight_version=2)
     assert rl == Progress(
-        stage=1, step=1, sampler={"cursors": [1]}, counts={"samples": 7, "prompts": 8}, weight_version=2, metric_step=3
+        stage=1,
+        step=1,
+        sampler={"cursors": [1]},
+        counts={"samples": 7, "prompts": 8},
+        weight_version=2,
+        metric_step=3,
     )

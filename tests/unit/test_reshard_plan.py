@@ -444,5 +444,7 @@ def test_numbers_are_shown_as_ranges_and_sizes_in_the_largest_unit():
 
 def test_a_model_that_vllm_would_cut_in_silence_is_refused():
     check_served(replace(TINY, head_dim=2))
-    with pytest.raises(ModelError, match=r"head_dim = 4 with hidden_size = 8 and 4 .* use a model with head_dim = 2$"):
+    with pytest.raises(
+        ModelError, match=r"head_dim = 4 with hidden_size = 8 and 4 .* use a model with head_dim = 2$"
+    ):
         check_served(TINY)

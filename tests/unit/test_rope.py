@@ -60,7 +60,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "two scalings": {"rope_scaling": LLAMA3, "rope_parameters": {**DEFAULT, "rope_theta": 1e4}},
     "two bases": {"rope_theta": 1e4, "rope_parameters": {**DEFAULT, "rope_theta": 1e6}},
     # transformers reads rope_scaling then, whose base it takes to be 10000
-    "a base that transformers skips": {"rope_scaling": DEFAULT, "rope_parameters": {**DEFAULT, "rope_theta": 1e6}},
+    "a base that transformers skips": {
+        "rope_scaling": DEFAULT,
+        "rope_parameters": {**DEFAULT, "rope_theta": 1e6},
+    },
     "part of a head": {"rope_parameters": {**DEFAULT, "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }
 
@@ -103,7 +106,9 @@ def hf_frequencies(path: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("rope", ACCEPTED.values(), ids=ACCEPTED.keys())
-def test_frequencies_are_those_of_transformers(rope: dict[str, Any], architecture: str, tmp_path: Path) -> None:
+def test_frequencies_are_those_of_transformers(
+    rope: dict[str, Any], architecture: str, tmp_path: Path
+) -> None:
     path = write_config(tmp_path, architecture, rope)
     ours = our_frequencies(path)
     assert ours.shape == (8,)

@@ -36,7 +36,12 @@ def test_wrong_answers_of_different_rewards_teach_nothing() -> None:
 
 
 def test_an_iteration_counts_prompts_rollouts_and_why_groups_were_dropped() -> None:
-    groups = [group("right", [C, C]), group("mixed", [C, W]), group("wrong", [W, W]), group("g", [C, Verdict.ERROR])]
+    groups = [
+        group("right", [C, C]),
+        group("mixed", [C, W]),
+        group("wrong", [W, W]),
+        group("g", [C, Verdict.ERROR]),
+    ]
     kept = informative_groups(groups, drop_zero_advantage=True)
     taken, skipped = (Metric(name=name, value=1.0, reduce="max") for name in ("optim/lr", "optim/skipped"))
     assert iteration_counts(groups, kept, [[[taken]], [[taken, skipped]]]) == {
@@ -59,9 +64,12 @@ def test_a_timeout_counts_as_a_wrong_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "per_update", "sizes"), [(8, 4, [4, 4]), (10, 4, [4, 3, 3]), (3, 4, [3]), (5, 1, [1] * 5), (0, 4, [])]
+    ("count", "per_update", "sizes"),
+    [(8, 4, [4, 4]), (10, 4, [4, 3, 3]), (3, 4, [3]), (5, 1, [1] * 5), (0, 4, [])],
 )
-def test_groups_spread_evenly_over_as_few_updates_as_fit(count: int, per_update: int, sizes: list[int]) -> None:
+def test_groups_spread_evenly_over_as_few_updates_as_fit(
+    count: int, per_update: int, sizes: list[int]
+) -> None:
     groups = [group(str(i), [C, W]) for i in range(count)]
     updates = split_updates(groups, groups_per_update=per_update)
     assert [len(update) for update in updates] == sizes
@@ -73,7 +81,12 @@ def test_a_rollout_is_trained_on_its_response_alone() -> None:
     assert first.token_ids == [1, 2, 3, 3, 3]
     assert first.loss_mask == [False, False, True, True, True]
     assert first.rollout_logprobs == [0.0, 0.0, -0.5, -0.5, -0.5]
-    assert (first.advantage, first.is_positive, second.advantage, second.is_positive) == (0.5, True, -0.5, False)
+    assert (first.advantage, first.is_positive, second.advantage, second.is_positive) == (
+        0.5,
+        True,
+        -0.5,
+        False,
+    )
     assert first.sample_id != second.sample_id
 
 
@@ -137,6 +150,12 @@ def test_a_skipped_update_is_counted_apart_from_those_that_were_taken() -> None:
     taken = [[Metric(name="policy/grad_norm", value=1.0, reduce="mean")]]
     skipped = [[Metric(name="optim/skipped", value=1.0, reduce="sum")]]
     counts = iteration_counts(groups, groups[:1], [taken, skipped])
-    taken_and_dropped = {"prompts": 3, "rollouts": 6, "dropped_ungraded": 1, "dropped_uninformative": 1, "updates": 1}
+    taken_and_dropped = {
+        "prompts": 3,
+        "rollouts": 6,
+        "dropped_ungraded": 1,
+        "dropped_uninformative": 1,
+        "updates": 1,
+    }
     assert counts == taken_and_dropped | {"skipped_steps": 1}
     assert "skipped_steps" not in iteration_counts(groups, groups[:1], [taken])
