@@ -1,29 +1,29 @@
 """Public row schemas to prompts: what is kept, and what is dropped for which reason.
 
-Knows the schemas of verl and Klear (`prompt`, `reward_model`, `extra_info`), of problem/answer sets, and of
-question/answer sets such as GSM8K and DeepMath. The gold answer stays as the row holds it; rewards decode it.
+What a row says is up to `data.schemas`; this owns ids, duplicates, the prompt's wording and its length.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megatron_rl.data.rows import Row, read_rows
+from megatron_rl.data.columns import column
+from megatron_rl.data.rows import Row, iter_rows
+from megatron_rl.data.schemas import Fields, UnusableRow, read_fields, row_difficulty
 from megatron_rl.data.types import Message, Prompt
 from megatron_rl.errors import DataError
+from megatron_rl.recipe.dataset import PLACE, DatasetConfig
+from megatron_rl.recipe.stages import RlStage
 
 Render = Callable[[Sequence[Message]], Sequence[int]]
 
-_QUESTION_KEYS = ("problem", "question", "prompt")
-_ANSWER_KEYS = ("final_answer", "answer")
-_GSM8K_MARK = "\n#### "
+_AS_RECOGNISED = DatasetConfig()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,43 +34,75 @@ class PromptSet:
     token_ids: Mapping[str, Sequence[int]]  # prompt id: rendered ids, as the engine gets them
     dropped: Mapping[str, int]  # reason: rows
     renamed: int = 0  # rows whose id another row with other content had already
+    truncated: int = 0  # prompts that lost tokens on the left
 
     @property
     def num_rows(self) -> int:
         return len(self.prompts) + sum(self.dropped.values())
 
     def summary(self) -> str:
-        """One line: rows kept, dropped by reason, renamed."""
-        return f"kept {len(self.prompts)} of {self.num_rows} rows{_reasons(self.dropped, self.renamed)}"
+        """One line: rows kept, dropped by reason, renamed, cut."""
+        cut = f" ({self.truncated} cut on the left to the longest allowed)" if self.truncated else ""
+        return f"kept {len(self.prompts)} of {self.num_rows} rows{_reasons(self.dropped, self.renamed)}{cut}"
 
 
-def load_prompts(path: str | Path, *, render: Render, max_prompt_tokens: int) -> PromptSet:
+def load_prompts(
+    path: str | Path,
+    *,
+    render: Render,
+    max_prompt_tokens: int,
+    dataset: DatasetConfig = _AS_RECOGNISED,
+    template: str = PLACE,
+    truncation: Literal["drop", "left"] = "drop",
+) -> PromptSet:
     """Read a prompt file; `render` gives the token ids that the engine will be sent (`chat.render_prompt`).
 
-    Drops and counts rows: `no_prompt`, `no_answer` (nothing to grade against), `duplicate` (same id and
-    content), `too_long` (more than `max_prompt_tokens`). Raises DataError for a broken file and when no row
-    is left.
+    Drops and counts rows by the reasons of megatron_rl/data/README.md. A prompt of more than `max_prompt_tokens` is
+    dropped as `too_long`, or loses its first tokens with truncation `left`. Raises DataError for a broken file, for a
+    column of `dataset` that no row has, and when no row is left.
     """
-    prompts, dropped, renamed = prompts_from_rows(read_rows(path))
+    prompts, dropped, renamed = prompts_from_rows(iter_rows(path), dataset=dataset, template=template)
     kept: list[Prompt] = []
     token_ids: dict[str, Sequence[int]] = {}
+    truncated = 0
     for prompt in prompts:
         ids = tuple(render(prompt.messages))
-        if len(ids) > max_prompt_tokens:
+        if len(ids) > max_prompt_tokens and truncation == "drop":
             dropped["too_long"] += 1
             continue
+        truncated += len(ids) > max_prompt_tokens
         kept.append(prompt)
-        token_ids[prompt.id] = ids
+        token_ids[prompt.id] = ids[-max_prompt_tokens:]
     if not kept:
         raise DataError(
             f"{path}: no prompt is left of {sum(dropped.values())} rows{_reasons(dropped, renamed)}; "
             f"max_prompt_tokens is {max_prompt_tokens}, and a row needs `prompt` with "
-            "`reward_model.ground_truth`, or `problem`/`question` with `answer`/`final_answer`"
+            "`reward_model.ground_truth`, or `problem`/`question` with `answer`/`final_answer`; "
+            "`megatron-rl data FILE` shows what is read"
         )
-    return PromptSet(prompts=tuple(kept), token_ids=token_ids, dropped=dict(dropped), renamed=renamed)
+    if dataset.difficulty is not None and all(prompt.difficulty is None for prompt in kept):
+        raise DataError(
+            f"{path}: no row has a number in dataset.difficulty.column = {dataset.difficulty.column}; "
+            "`megatron-rl data FILE` shows the columns"
+        )
+    return PromptSet(
+        prompts=tuple(kept), token_ids=token_ids, dropped=dict(dropped), renamed=renamed, truncated=truncated
+    )
 
 
-def prompts_from_rows(rows: Iterable[Row]) -> tuple[list[Prompt], Counter[str], int]:
+def stage_options(stage: RlStage, *, is_eval: bool = False) -> dict[str, Any]:
+    """What `load_prompts` needs to know of a stage. Evaluation sets keep their own columns and repeat no problem."""
+    return {
+        "max_prompt_tokens": stage.sampling.max_prompt_tokens,
+        "dataset": DatasetConfig(duplicates="content") if is_eval else stage.dataset,
+        "template": stage.prompt_template,
+        "truncation": stage.sampling.prompt_truncation,
+    }
+
+
+def prompts_from_rows(
+    rows: Iterable[Row], *, dataset: DatasetConfig = _AS_RECOGNISED, template: str = PLACE
+) -> tuple[list[Prompt], Counter[str], int]:
     """(prompts, rows dropped by reason, rows renamed), before any rendering.
 
     A row without id gets one from its content, so it is the same in every run. Of rows with the same id,
@@ -82,119 +114,84 @@ def prompts_from_rows(rows: Iterable[Row]) -> tuple[list[Prompt], Counter[str], 
     seen_ids: set[str] = set()
     seen_rows: set[tuple[str, str]] = set()
     for row in rows:
-        messages, answer = _messages(row), _answer(row)
-        if messages is None or is_empty_answer(answer):
-            dropped["no_prompt" if messages is None else "no_answer"] += 1
+        try:
+            fields = read_fields(row, dataset)
+        except UnusableRow as unusable:
+            dropped[unusable.reason] += 1
             continue
-        digest = _content_hash(messages, answer)
-        prompt = _prompt(row, messages, answer, digest)
-        if (prompt.id, digest) in seen_rows:
+        messages = fields.messages if dataset.unwrap is None else _unwrapped(fields.messages, dataset.unwrap)
+        digest = content_hash(messages, fields.answer)
+        prompt = _prompt(row, replace(fields, messages=messages), digest, dataset)
+        same = ("" if dataset.duplicates == "content" else prompt.id, digest)
+        if same in seen_rows:
             dropped["duplicate"] += 1
             continue
-        seen_rows.add((prompt.id, digest))
+        seen_rows.add(same)
         if prompt.id in seen_ids:
             prompt = replace(prompt, id=f"{prompt.id}-{digest}")
             renamed += 1
         seen_ids.add(prompt.id)
-        prompts.append(prompt)
+        prompts.append(replace(prompt, messages=_worded(messages, template)))
     return prompts, dropped, renamed
 
 
-def is_empty_answer(answer: Any) -> bool:
-    """Null, NaN, blank text, a list without a real entry, or such a list as JSON: nothing to grade by."""
-    if answer is None or (isinstance(answer, float) and math.isnan(answer)):
-        return True
-    if isinstance(answer, str):
-        text = answer.strip()
-        return not text or (text.startswith("[") and is_empty_answer(_decoded(text)))
-    if isinstance(answer, Mapping):
-        return not answer
-    if isinstance(answer, Sequence):
-        return all(is_empty_answer(entry) for entry in answer)
-    return False
-
-
-def parse_messages(value: Any) -> list[Message] | None:
-    """Chat messages out of a list of mappings (any key order) or one user's text; None if it is neither."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}] if value.strip() else None
-    if not isinstance(value, Sequence) or not value:
-        return None
-    messages: list[Message] = []
-    for entry in value:
-        if not isinstance(entry, Mapping):
-            return None
-        role, content = entry.get("role"), entry.get("content")
-        if not isinstance(role, str) or not isinstance(content, str):
-            return None
-        messages.append({"role": role, "content": content})
-    return messages
-
-
-def _messages(row: Row) -> list[Message] | None:
-    messages = parse_messages(next((row[key] for key in ("prompt", *_QUESTION_KEYS) if row.get(key)), None))
-    if messages is None or messages[-1]["role"] == "assistant" or not messages[-1]["content"].strip():
-        return None
-    return messages
-
-
-def _answer(row: Row) -> Any:
-    reward_model = row.get("reward_model")
-    if isinstance(reward_model, Mapping):
-        return reward_model.get("ground_truth")
-    answer = next((row[key] for key in _ANSWER_KEYS if row.get(key) is not None), None)
-    # Raw GSM8K: the worked solution, then the number after this mark, with thousands separators.
-    if isinstance(answer, str) and _GSM8K_MARK in answer:
-        return answer.rsplit(_GSM8K_MARK, 1)[1].strip().replace(",", "")
-    return answer
-
-
-def _prompt(row: Row, messages: list[Message], answer: Any, digest: str) -> Prompt:
-    extra = row.get("extra_info")
-    extra = extra if isinstance(extra, Mapping) else {}
-    source = str(row.get("data_source") or "")
-    known = {"id", "data_source", "difficulty", "extra_info", "reward_model", *_QUESTION_KEYS, *_ANSWER_KEYS}
-    difficulty = extra.get("difficulty")
-    return Prompt(
-        id=_row_id(row, extra, source) or digest,
-        messages=messages,
-        answer=answer,
-        data_source=source,
-        difficulty=_number(row.get("difficulty") if difficulty is None else difficulty),
-        meta={**{key: value for key, value in row.items() if key not in known}, **extra},
-    )
-
-
-def _row_id(row: Row, extra: Mapping[str, Any], source: str) -> str:
-    if row.get("id") is not None:
-        return str(row["id"])
-    index = extra.get("index")
-    if index is None:
-        return ""
-    return f"{source}-{index}" if source else str(index)
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _content_hash(messages: Sequence[Message], answer: Any) -> str:
+def content_hash(messages: Sequence[Message], answer: Any) -> str:
+    """16 hex digits of a problem and its gold."""
     content = json.dumps([list(messages), answer], sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
-def _decoded(text: str) -> Any:
+def _worded(messages: list[Message], template: str) -> list[Message]:
+    """The last turn put into the template."""
+    if template == PLACE:
+        return messages
+    return [*messages[:-1], {**messages[-1], "content": template.replace(PLACE, messages[-1]["content"])}]
+
+
+def _unwrapped(messages: list[Message], wrapping: str) -> list[Message]:
+    """The last turn without the file's own instruction, where it carries it; spaces around do not count."""
+    before, after = (part.strip() for part in wrapping.split(PLACE))
+    content = messages[-1]["content"].strip()
+    fits = content.startswith(before) and content.endswith(after) and len(content) > len(before) + len(after)
+    if not fits:
+        return messages
+    inner = content.removeprefix(before).removesuffix(after).strip()
+    return [*messages[:-1], {**messages[-1], "content": inner}]
+
+
+def _prompt(row: Row, fields: Fields, digest: str, dataset: DatasetConfig) -> Prompt:
+    extra = row.get("extra_info")
+    extra = extra if isinstance(extra, Mapping) else {}
+    source = str(row.get("data_source") or "")
+    taken = {"id", "data_source", "extra_info", *fields.used}
+    meta = {**{key: value for key, value in row.items() if key not in taken}, **extra, **fields.meta}
+    if dataset.keep_columns is not None:
+        meta = {name: value for name, value in meta.items() if name in dataset.keep_columns}
+    return Prompt(
+        id=_row_id(row, extra, source, dataset.id) or digest,
+        messages=fields.messages,
+        answer=fields.answer,
+        data_source=source,
+        difficulty=_difficulty(row, fields, dataset),
+        meta=meta,
+    )
+
+
+def _difficulty(row: Row, fields: Fields, dataset: DatasetConfig) -> float | None:
     try:
-        return json.loads(text)
-    # Not JSON after all, such as the interval `[0, 1)`: an answer.
-    except ValueError:
-        return text.strip("[]") or None
+        return row_difficulty(row, dataset.difficulty, levels=fields.levels)
+    except DataError as error:
+        raise DataError(f"dataset.{error}") from None
+
+
+def _row_id(row: Row, extra: Mapping[str, Any], source: str, path: str | None) -> str:
+    chosen = row.get("id", row.get("question_id")) if path is None else column(row, path)
+    if chosen is not None:
+        return str(chosen)
+    index = extra.get("index") if extra.get("index") is not None else extra.get("id")
+    if index is None:
+        return ""
+    return f"{source}-{index}" if source else str(index)
 
 
 def _reasons(dropped: Mapping[str, int], renamed: int) -> str:

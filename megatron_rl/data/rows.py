@@ -1,12 +1,12 @@
 """Rows of a data file as dictionaries: JSONL, one JSON array, or parquet, told apart by content, not by name.
 
-Knows file formats only; what a row means is up to `data.prompts` and `data.sft_data`.
+Knows file formats only; what a row means is up to `data.schemas` and `data.sft_data`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,14 @@ from megatron_rl.errors import DataError
 
 Row = Mapping[str, Any]
 
+TURNS = "turns"  # the column that a row gets which is itself an array of objects
+MAX_LINE_BYTES = 1 << 28  # a code problem with all its tests takes tens of MiB
+
 _MAX_LISTED = 10
+_HEAD_BYTES = 1 << 16
+_PARQUET_ROWS = 1024  # at a time
+_BOM = b"\xef\xbb\xbf"
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2"}
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -22,22 +29,55 @@ def read_rows(path: str | Path) -> list[Row]:
 
     Raises DataError for a missing or empty file, and for broken rows: up to ten at once, each as `file:line`.
     """
+    return list(iter_rows(path))
+
+
+def iter_rows(path: str | Path) -> Iterator[Row]:
+    """The same rows one by one: JSONL and parquet are never in memory as a whole, a JSON array is.
+
+    Broken rows are raised behind the last good one, so that all are told at once.
+    """
     file = Path(path)
     if not file.is_file():
         raise DataError(f"{file}: no such data file; give the path of a .jsonl, .json or .parquet file")
-    content = file.read_bytes()
-    if content.startswith(b"PAR1"):
-        return _read_parquet(file)
-    content = content.removeprefix(b"\xef\xbb\xbf")
-    first = content.lstrip()[:1]
+    with file.open("rb") as stream:
+        head = stream.read(_HEAD_BYTES)
+    if head.startswith(b"PAR1"):
+        yield from _parquet_rows(file)
+        return
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            raise DataError(f"{file}: is compressed ({name}); unpack it first")
+    first = _first_character(file)
     if not first:
         raise DataError(f"{file}: the file is empty; need one JSON object per line, or one JSON array")
-    if first == b"[":
-        return _read_array(file, content)
-    return _read_lines(file, content)
+    yield from _array_rows(file) if first == b"[" else _lines_rows(file)
 
 
-def _read_parquet(file: Path) -> list[Row]:
+def count_rows(path: str | Path) -> int:
+    """Rows of a file, without reading what a line or a parquet row holds."""
+    file = Path(path)
+    if file.is_file():
+        with file.open("rb") as stream:
+            is_parquet = stream.read(4) == b"PAR1"
+        if is_parquet:
+            return _open_parquet(file).metadata.num_rows  # type: ignore[no-any-return,unused-ignore]
+        if _first_character(file) not in (b"[", b""):
+            with file.open("rb") as stream:
+                return sum(bool(line.strip()) for line in stream)
+    return len(read_rows(path))
+
+
+def _first_character(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        while chunk := stream.read(_HEAD_BYTES):
+            text = chunk.removeprefix(_BOM).lstrip()
+            if text:
+                return text[:1]
+    return b""
+
+
+def _open_parquet(file: Path) -> Any:
     try:
         from pyarrow import parquet  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
@@ -45,12 +85,24 @@ def _read_parquet(file: Path) -> list[Row]:
             f"{file}: parquet needs pyarrow; `pip install pyarrow`, or convert to JSONL"
         ) from error
     try:
-        return list(parquet.read_table(file).to_pylist())
+        return parquet.ParquetFile(file)
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: not a readable parquet file: {error}") from error
 
 
-def _read_array(file: Path, content: bytes) -> list[Row]:
+def _parquet_rows(file: Path) -> Iterator[Row]:
+    opened = _open_parquet(file)
+    try:
+        for batch in opened.iter_batches(batch_size=_PARQUET_ROWS):
+            yield from batch.to_pylist()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: not a readable parquet file: {error}") from error
+    finally:
+        opened.close()
+
+
+def _array_rows(file: Path) -> Iterator[Row]:
+    content = file.read_bytes().removeprefix(_BOM)
     try:
         rows = json.loads(content)
     except json.JSONDecodeError as error:
@@ -60,22 +112,24 @@ def _read_array(file: Path, content: bytes) -> list[Row]:
         raise DataError(f"{file}:{line}: not UTF-8: {error.reason}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: JSON that cannot be read: {error}") from error
-    broken = [
-        f"row {number}: got {_kind(row)}, need an object"
-        for number, row in enumerate(rows)
-        if not isinstance(row, dict)
-    ]
-    _raise_broken(file, broken, len(rows))
-    return list(rows)
-
-
-def _read_lines(file: Path, content: bytes) -> list[Row]:
-    rows: list[Row] = []
     broken: list[str] = []
-    # Only \n ends a line: str.splitlines would also cut at U+2028, which JSON strings may hold.
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    for number, row in enumerate(rows):
+        if isinstance(row, dict):
+            yield row
+        elif isinstance(row, list) and row and all(isinstance(turn, dict) for turn in row):
+            yield {TURNS: row}
+        else:
+            broken.append(f"row {number}: got {_kind(row)}, need an object")
+    _raise_broken(file, broken, len(rows))
+
+
+def _lines_rows(file: Path) -> Iterator[Row]:
+    broken: list[str] = []
+    total = 0
+    for number, line in enumerate(_lines(file), start=1):
         if not line.strip():
             continue
+        total += 1
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
@@ -87,11 +141,24 @@ def _read_lines(file: Path, content: bytes) -> list[Row]:
             broken.append(f"{file}:{number}: JSON that cannot be read: {error}")
         else:
             if isinstance(row, dict):
-                rows.append(row)
+                yield row
             else:
                 broken.append(f"{file}:{number}: got {_kind(row)}, need a JSON object")
-    _raise_broken(file, broken, len(rows) + len(broken))
-    return rows
+    _raise_broken(file, broken, total)
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """Lines as bytes. Only \\n ends one: str.splitlines would also cut at U+2028, which JSON strings may hold."""
+    with file.open("rb") as stream:
+        number = 0
+        while line := stream.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"{file}:{number}: the line is longer than {MAX_LINE_BYTES >> 20} MiB; is this a data file with "
+                    "one JSON object per line"
+                )
+            yield line.removeprefix(_BOM) if number == 1 else line
 
 
 def _raise_broken(file: Path, broken: Sequence[str], total: int) -> None:

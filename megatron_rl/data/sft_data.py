@@ -11,15 +11,35 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.data.chat import render_conversation
+from megatron_rl.data.columns import column
 from megatron_rl.data.cursor import permutation
-from megatron_rl.data.prompts import parse_messages
-from megatron_rl.data.rows import Row, read_rows
+from megatron_rl.data.rows import Row, iter_rows
+from megatron_rl.data.schemas import parse_messages
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.types import Message, TrainSample
 from megatron_rl.errors import DataError
+from megatron_rl.recipe.dataset import ConversationConfig
 
 # (question, answer) columns of the schemas that are not conversations yet.
-_PAIRS = (("prompt", "response"), ("problem", "solution"), ("question", "solution"))
+_PAIRS = (
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("problem", "generated_solution"),
+    ("problem", "solution"),
+    ("question", "response"),
+    ("question", "solution"),
+    ("question", "answer"),
+    ("input", "output"),
+)
+_TURN_KEYS = ("messages", "conversations", "conversation")
+# OpenThoughts-114k marks reasoning and answer by words of its own
+_THOUGHT_MARKS = (
+    ("<|begin_of_thought|>", "<think>"),
+    ("<|end_of_thought|>", "</think>"),
+    ("<|begin_of_solution|>", ""),
+    ("<|end_of_solution|>", ""),
+)
+_AS_RECOGNISED = ConversationConfig()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,20 +84,38 @@ class SftData:
         return f"kept {len(self)} samples{reasons}; {len(self.tokens)} tokens, {int(self.mask.sum())} trained"
 
 
-def load_sft_data(path: str | Path, *, tokenizer: Tokenizer, max_sample_tokens: int, seed: int) -> SftData:
-    """Read and render rows with `messages`, `prompt` + `response`, or `problem` / `question` + `solution`.
+def load_sft_data(
+    path: str | Path,
+    *,
+    tokenizer: Tokenizer,
+    max_sample_tokens: int,
+    seed: int,
+    columns: ConversationConfig = _AS_RECOGNISED,
+) -> SftData:
+    """Read and render conversations: the schemas of `conversation`.
 
     Drops and counts rows: `no_messages` (none of these), `too_long` (more than `max_sample_tokens`),
     `untrained` (no token of the assistant). Raises DataError when no sample is left, or the chat template
     does not fit.
     """
     return build_sft_data(
-        read_rows(path), tokenizer=tokenizer, max_sample_tokens=max_sample_tokens, seed=seed, place=str(path)
+        iter_rows(path),
+        tokenizer=tokenizer,
+        max_sample_tokens=max_sample_tokens,
+        seed=seed,
+        columns=columns,
+        place=str(path),
     )
 
 
 def build_sft_data(
-    rows: Iterable[Row], *, tokenizer: Tokenizer, max_sample_tokens: int, seed: int, place: str = "rows"
+    rows: Iterable[Row],
+    *,
+    tokenizer: Tokenizer,
+    max_sample_tokens: int,
+    seed: int,
+    columns: ConversationConfig = _AS_RECOGNISED,
+    place: str = "rows",
 ) -> SftData:
     """`load_sft_data` for rows already read; `place` opens the error messages."""
     dropped: Counter[str] = Counter()
@@ -85,7 +123,7 @@ def build_sft_data(
     tokens: list[np.ndarray] = []
     masks: list[np.ndarray] = []
     for number, row in enumerate(rows):
-        messages = _conversation(row)
+        messages = conversation(row, columns)
         if messages is None:
             dropped["no_messages"] += 1
             continue
@@ -103,7 +141,7 @@ def build_sft_data(
         )
         raise DataError(
             f"{place}: no sample is left ({reasons}); max_sample_tokens is {max_sample_tokens}, and a row "
-            "needs `messages`, or `prompt` and `response`, or `problem` and `solution`"
+            "needs `messages` or `conversations`, or `prompt` and `response`, or `problem` and `solution`"
         )
     return SftData(
         seed=seed,
@@ -115,15 +153,43 @@ def build_sft_data(
     )
 
 
-def _conversation(row: Row) -> list[Message] | None:
-    if "messages" in row:
-        return parse_messages(row["messages"])
-    for question, answer in _PAIRS:
-        messages = parse_messages(row.get(question))
-        response: Any = row.get(answer)
+def conversation(row: Row, columns: ConversationConfig = _AS_RECOGNISED) -> list[Message] | None:
+    """The turns of a row: `messages` or `conversations`, or a question column and an answer column; None if neither.
+
+    A system turn comes from the turns themselves, else from a column `system`. What an answer thinks stays whole.
+    """
+    messages = _turns(row, columns)
+    if messages is None:
+        return None
+    system = column(row, columns.system or "system")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return [_with_think_tags(message) if message["role"] == "assistant" else message for message in messages]
+
+
+def _turns(row: Row, columns: ConversationConfig) -> list[Message] | None:
+    if columns.messages is not None:
+        return parse_messages(column(row, columns.messages))
+    pairs = _PAIRS if columns.prompt is None else ((columns.prompt, columns.response or ""),)
+    if columns.prompt is None:
+        key = next((key for key in _TURN_KEYS if key in row), None)
+        if key is not None:
+            return parse_messages(row[key])
+    for question, answer in pairs:
+        messages = parse_messages(column(row, question))
+        response: Any = column(row, answer)
         if messages is not None and isinstance(response, str) and response.strip():
             return [*messages, {"role": "assistant", "content": response}]
     return None
+
+
+def _with_think_tags(message: Message) -> Message:
+    content = message["content"]
+    if _THOUGHT_MARKS[0][0] not in content:
+        return message
+    for mark, tag in _THOUGHT_MARKS:
+        content = content.replace(mark, tag)
+    return {**message, "content": content.strip()}
 
 
 def _rendered(tokenizer: Tokenizer, messages: list[Message], place: str) -> tuple[list[int], list[bool]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.recipe.dataset import conversation_problems, dataset_problems, template_problems
 from megatron_rl.recipe.hosts import parse_host_port
 from megatron_rl.recipe.problems import Problem, did_you_mean
 from megatron_rl.recipe.stages import (
@@ -43,7 +44,10 @@ def stage_problems(stage: Stage, path: str) -> Iterator[Problem]:
                 f"got {stage.tokens_per_microbatch}, but one sample may have max_sample_tokens = "
                 f"{stage.max_sample_tokens} tokens; raise it to {stage.max_sample_tokens} or lower the other",
             )
+        yield from conversation_problems(stage.columns, f"{path}.columns")
         return
+    yield from dataset_problems(stage.dataset, f"{path}.dataset")
+    yield from template_problems(stage.prompt_template, f"{path}.prompt_template")
     yield from _reward_problems(stage, path)
     yield from _batch_problems(stage, path)
     yield from _sampling_problems(stage, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_rl.recipe.dataset import ConversationConfig, DatasetConfig
 from megatron_rl.recipe.types import (
     Bool,
     Float,
@@ -52,7 +53,8 @@ class SftStage:
     """Supervised fine-tuning on conversations; loss on assistant tokens, their mean in the global batch."""
 
     kind: Literal["sft"]
-    data: Text  # JSONL, JSON or parquet with `messages`
+    data: Text  # JSONL, JSON or parquet of conversations
+    columns: ConversationConfig = field(default_factory=ConversationConfig)
     steps: PositiveInt  # optimizer steps
     global_batch_size: PositiveInt  # samples per optimizer step
     tokens_per_microbatch: PositiveInt  # packed tokens per forward on one dp rank
@@ -69,7 +71,10 @@ class SamplingConfig:
     top_p: Probability = 1.0
     top_k: Int = -1  # -1: no limit
     max_response_tokens: PositiveInt
-    max_prompt_tokens: PositiveInt = 1024  # longer prompts are dropped and counted
+    max_prompt_tokens: PositiveInt = 1024
+    prompt_truncation: Literal["drop", "left"] = (
+        "drop"  # longer prompts: out, or without their first tokens; counted
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +161,8 @@ class RlStage:
 
     kind: Literal["rl"]
     prompts: Text  # JSONL, JSON or parquet of prompts
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)  # how `prompts` is read
+    prompt_template: Text = "{problem}"  # text around each problem, in training and evaluation
     rewards: dict[Key, Float]  # reward name: weight
     iterations: PositiveInt  # rounds of generate, grade, train, transfer
     prompts_per_iteration: PositiveInt

@@ -8,7 +8,7 @@ from functools import partial
 
 from megatron_rl.data.chat import render_prompt
 from megatron_rl.data.curriculum import CurriculumSampler
-from megatron_rl.data.prompts import PromptSet, load_prompts
+from megatron_rl.data.prompts import PromptSet, load_prompts, stage_options
 from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import DataError
@@ -45,15 +45,14 @@ class RlData:
 
 def load_rl_data(stage: RlStage, tokenizer: Tokenizer, *, run_seed: int, stage_index: int) -> RlData:
     """Read every prompt file of the stage. Raises DataError for what cannot be used, curriculum included."""
-    load = partial(
-        load_prompts,
-        render=partial(render_prompt, tokenizer),
-        max_prompt_tokens=stage.sampling.max_prompt_tokens,
-    )
-    prompts = load(stage.prompts)
+    load = partial(load_prompts, render=partial(render_prompt, tokenizer))
+    prompts = load(stage.prompts, **stage_options(stage))
+    for_eval = stage_options(stage, is_eval=True)
     data = RlData(
         prompts=prompts,
-        eval_sets={name: load(path) for name, path in stage.eval.sets.items()} if stage.eval else {},
+        eval_sets={name: load(path, **for_eval) for name, path in stage.eval.sets.items()}
+        if stage.eval
+        else {},
         sampler=CurriculumSampler(
             prompts.prompts,
             stage.curriculum,

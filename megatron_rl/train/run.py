@@ -113,6 +113,7 @@ def _load_data(index: int, run: RunContext) -> SftData | RlData | None:
             tokenizer=run.tokenizer,
             max_sample_tokens=stage.max_sample_tokens,
             seed=derive_seed(seed, index, "samples"),
+            columns=stage.columns,
         )
         run.reporter.say(f"{stage_label(run.recipe.stages, index)}: {sft.summary()}")
         return sft

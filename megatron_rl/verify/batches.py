@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megatron_rl.data.chat import render_prompt
 from megatron_rl.data.curriculum import CurriculumSampler
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.prompts import load_prompts, stage_options
 from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.sft_data import load_sft_data
 from megatron_rl.data.tokenizer import Tokenizer
@@ -35,6 +35,7 @@ def sft_samples(stage: SftStage, tokenizer: Tokenizer, *, seed: int, index: int)
         tokenizer=tokenizer,
         max_sample_tokens=stage.max_sample_tokens,
         seed=derive_seed(seed, index, "samples"),
+        columns=stage.columns,
     )
     return data.batch(0, stage.global_batch_size)
 
@@ -49,7 +50,7 @@ def rl_groups(
     load = load_prompts(
         stage.prompts,
         render=lambda messages: render_prompt(tokenizer, messages),
-        max_prompt_tokens=stage.sampling.max_prompt_tokens,
+        **stage_options(stage),
     )
     sampler = CurriculumSampler(load.prompts, stage.curriculum, derive_seed(seed, index, "prompts"))
     prompts = sampler.take(0, stage.prompts_per_iteration // stage.updates_per_rollout)

@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl.algo.losses import sft_loss
 from megatron_rl.data.chat import render_prompt
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.prompts import load_prompts, stage_options
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.data.types import TrainSample
 from megatron_rl.model.spec import ModelSpec
@@ -109,7 +109,7 @@ class _Parity:
         found = load_prompts(
             self._stage.prompts,
             render=partial(render_prompt, self._tokenizer),
-            max_prompt_tokens=self._stage.sampling.max_prompt_tokens,
+            **stage_options(self._stage),
         )
         return [tuple(found.token_ids[prompt.id]) for prompt in found.prompts[:PROMPTS]]
 

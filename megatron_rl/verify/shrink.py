@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.recipe.dataset import DatasetConfig
 from megatron_rl.recipe.origins import leaves
 from megatron_rl.recipe.schema import LayoutConfig, Recipe
 from megatron_rl.recipe.stages import CurriculumWindow, RlStage, SftStage, Stage
@@ -85,7 +86,7 @@ class _Cutter:
 
     def _sft(self, index: int, stage: SftStage) -> SftStage:
         data = self._place / f"stage_{index}_sft.jsonl"
-        longest = cut_samples(stage.data, data, self._tokenizer, max_tokens=stage.max_sample_tokens)
+        longest = cut_samples(stage, data, self._tokenizer)
         return replace(
             stage,
             data=str(data),
@@ -97,11 +98,11 @@ class _Cutter:
 
     def _rl(self, index: int, stage: RlStage) -> RlStage:
         prompts = self._place / f"stage_{index}_prompts.jsonl"
-        longest = self._cut(stage.prompts, prompts, stage, stage.curriculum)
+        longest = self._cut(stage.prompts, prompts, stage, stage.dataset, stage.curriculum)
         sets = {}
         for name, path in stage.eval.sets.items() if stage.eval else ():
             sets[name] = str(self._place / f"stage_{index}_eval_{name}.jsonl")
-            longest = max(longest, self._cut(path, Path(sets[name]), stage, ()))
+            longest = max(longest, self._cut(path, Path(sets[name]), stage, DatasetConfig(), ()))
         updates, group = min(stage.updates_per_rollout, 2), min(stage.group_size, _GROUP)
         per_update = _PROMPTS // updates
         while per_update * group % self._shares:
@@ -136,9 +137,23 @@ class _Cutter:
             eval=replace(stage.eval, sets=sets) if stage.eval else None,
         )
 
-    def _cut(self, source: str, out: Path, stage: RlStage, windows: Sequence[CurriculumWindow]) -> int:
-        limit = stage.sampling.max_prompt_tokens
-        return cut_prompts(source, out, self._tokenizer, windows, max_tokens=limit)
+    def _cut(
+        self,
+        source: str,
+        out: Path,
+        stage: RlStage,
+        dataset: DatasetConfig,
+        windows: Sequence[CurriculumWindow],
+    ) -> int:
+        return cut_prompts(
+            source,
+            out,
+            self._tokenizer,
+            windows,
+            max_tokens=stage.sampling.max_prompt_tokens,
+            dataset=dataset,
+            template=stage.prompt_template,
+        )
 
     def _rounded(self, value: int, of: int) -> int:
         return -(-value // of) * of

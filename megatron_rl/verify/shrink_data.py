@@ -13,19 +13,24 @@ from megatron_rl.data.sft_data import build_sft_data
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.types import Prompt
 from megatron_rl.errors import DataError
-from megatron_rl.recipe.stages import CurriculumWindow
+from megatron_rl.recipe.dataset import DatasetConfig
+from megatron_rl.recipe.stages import CurriculumWindow, SftStage
 
 ROWS = 64  # of each file, or of each window of a curriculum
 _TRIED = 4096  # rows that are looked at
 _PROMPT_TOKENS, _SAMPLE_TOKENS = 256, 512  # longer rows are passed over where shorter ones are found
 
 
-def cut_samples(source: str, out: Path, tokenizer: Tokenizer, *, max_tokens: int) -> int:
+def cut_samples(stage: SftStage, out: Path, tokenizer: Tokenizer) -> int:
     """Write the first conversations that fit; the tokens of the longest. Raises DataError when none does."""
+
+    source, max_tokens = stage.data, stage.max_sample_tokens
 
     def length(row: Row) -> int | None:
         try:
-            data = build_sft_data([row], tokenizer=tokenizer, max_sample_tokens=max_tokens, seed=0)
+            data = build_sft_data(
+                [row], tokenizer=tokenizer, max_sample_tokens=max_tokens, seed=0, columns=stage.columns
+            )
         except DataError:
             return None
         return len(data.tokens)
@@ -41,18 +46,32 @@ def cut_samples(source: str, out: Path, tokenizer: Tokenizer, *, max_tokens: int
 
 
 def cut_prompts(
-    source: str, out: Path, tokenizer: Tokenizer, windows: Sequence[CurriculumWindow], *, max_tokens: int
+    source: str,
+    out: Path,
+    tokenizer: Tokenizer,
+    windows: Sequence[CurriculumWindow],
+    *,
+    max_tokens: int,
+    dataset: DatasetConfig,
+    template: str,
 ) -> int:
     """Write the first prompts that fit, so many for each window; the tokens of the longest.
 
     Raises DataError when none does.
     """
+
+    def length(row: Row, window: CurriculumWindow | None) -> int | None:
+        prompts, _, _ = prompts_from_rows([row], dataset=dataset, template=template)
+        if not prompts or not _is_in(prompts[0], window):
+            return None
+        return len(render_prompt(tokenizer, prompts[0].messages))
+
     rows = read_rows(source)
     chosen: list[tuple[Row, int]] = []
     for window in windows or (None,):
         found = _first(
             rows,
-            lambda row, window=window: _prompt_length(row, tokenizer, window),  # type: ignore[misc]
+            lambda row, window=window: length(row, window),  # type: ignore[misc]
             count=ROWS,
             limits=(_PROMPT_TOKENS, max_tokens),
         )
@@ -62,13 +81,6 @@ def cut_prompts(
         chosen += [pair for pair in found if pair not in chosen]
     _write(out, (row for row, _ in chosen))
     return max(tokens for _, tokens in chosen)
-
-
-def _prompt_length(row: Row, tokenizer: Tokenizer, window: CurriculumWindow | None) -> int | None:
-    prompts, _, _ = prompts_from_rows([row])
-    if not prompts or not _is_in(prompts[0], window):
-        return None
-    return len(render_prompt(tokenizer, prompts[0].messages))
 
 
 def _is_in(prompt: Prompt, window: CurriculumWindow | None) -> bool:

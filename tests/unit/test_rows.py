@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from megatron_rl.data import rows
 from megatron_rl.data.rows import read_rows
 from megatron_rl.errors import DataError
 
@@ -86,3 +88,45 @@ def test_json_beyond_what_python_reads_is_an_error_with_its_line(tmp_path, value
     file.write_text('{"a": 1}\n{"a": ' + value + "}\n")
     with pytest.raises(DataError, match=r"x\.jsonl:2: JSON that cannot be read"):
         read_rows(file)
+
+
+def test_a_parquet_file_cut_short_is_an_error_with_its_name(tmp_path):
+    file = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"a": i} for i in range(1000)]), file)
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(DataError, match=r"x\.parquet: not a readable parquet file"):
+        read_rows(file)
+
+
+def test_a_line_longer_than_any_row_is_an_error_with_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 1 << 20)
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * (1 << 21) + b'"}\n')
+    with pytest.raises(DataError, match=r"x\.jsonl:2: the line is longer than 1 MiB"):
+        read_rows(file)
+
+
+def test_a_compressed_file_is_named_as_one(tmp_path):
+    file = tmp_path / "x.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"a": 1}\n'))
+    with pytest.raises(DataError, match=r"is compressed \(gzip\); unpack it first"):
+        read_rows(file)
+
+
+@pytest.mark.parametrize("form", ["lines", "array", "parquet"])
+def test_rows_are_counted_as_they_are_read(tmp_path, form):
+    file, many = tmp_path / "x", [{"a": i} for i in range(7)]
+    if form == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(many), file)
+    else:
+        file.write_text(json.dumps(many) if form == "array" else "\r\n\n".join(map(json.dumps, many)) + "\n")
+    assert rows.count_rows(file) == len(read_rows(file)) == 7
+
+
+def test_lines_are_read_one_by_one(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"a": 1}\n{"a": 2}\n{broken\n')
+    stream = rows.iter_rows(file)
+    assert [next(stream), next(stream)] == [{"a": 1}, {"a": 2}]
+    with pytest.raises(DataError, match=":3: broken JSON"):
+        next(stream)

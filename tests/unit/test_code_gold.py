@@ -1,0 +1,117 @@
+"""Tests of programs in public forms are decoded to one form, and nothing that a file holds is executed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import zlib
+
+import pytest
+
+from megatron_rl.data import code_gold
+from megatron_rl.data.code_gold import decode_code_gold
+from megatron_rl.data.prompts import prompts_from_rows
+from megatron_rl.errors import DataError
+
+CALLS = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
+
+
+def packed(value) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def problem(public, private, **more):
+    return {
+        "question_title": "Sum",
+        "question_content": "Add two numbers.",
+        "platform": "toy",
+        "question_id": "toy_1",
+        "contest_date": "2024-09-14T00:00:00",
+        "difficulty": "medium",
+        "starter_code": "",
+        "metadata": "{}",
+        "public_test_cases": json.dumps(public),
+        "private_test_cases": private,
+        **more,
+    }
+
+
+def stdin(*pairs):
+    return [{"input": i, "output": o, "testtype": "stdin"} for i, o in pairs]
+
+
+@pytest.mark.parametrize(
+    ("gold", "want"),
+    [
+        (json.dumps({"inputs": ["1"], "outputs": ["2"]}), {"inputs": ["1"], "outputs": ["2"]}),
+        (CALLS | {"max_test_cases": 9}, CALLS),
+        (json.dumps({"functional": "assert add(1, 2) == 3"}), {"asserts": ["assert add(1, 2) == 3"]}),
+        ({"functional": ["assert a", "assert b"]}, {"asserts": ["assert a", "assert b"]}),
+        ({"pytest": "def test_a(): pass"}, {"asserts": ["def test_a(): pass"]}),
+    ],
+)
+def test_every_form_of_tests_is_decoded_to_one(gold, want):
+    assert decode_code_gold(gold) == want
+
+
+@pytest.mark.parametrize(
+    ("gold", "match"),
+    [
+        ({}, "has no tests"),
+        ({"inputs": "1", "outputs": "2"}, "has no tests"),
+        ({"inputs": [1, 2], "outputs": [3]}, "2 inputs but 1 outputs"),
+        ({"inputs_file": "in.txt"}, "in another file, 'in.txt'"),
+        ("[1]", "got list"),
+        ("{", "not JSON"),
+    ],
+)
+def test_a_gold_without_tests_is_an_error_that_says_why(gold, match):
+    with pytest.raises(DataError, match=match):
+        decode_code_gold(gold)
+
+
+@pytest.mark.parametrize(
+    "private", [packed(json.dumps(stdin(("5 6", "11")))), json.dumps(stdin(("5 6", "11")))]
+)
+def test_a_livecodebench_problem_has_public_and_private_tests_its_date_and_its_level(private):
+    (prompt,), dropped, _ = prompts_from_rows([problem(stdin(("1 2", "3")), private)])
+    assert not dropped
+    assert prompt.answer == {"inputs": ["1 2", "5 6"], "outputs": ["3", "11"]}
+    assert (prompt.id, prompt.meta["date"], prompt.difficulty) == ("toy_1", "2024-09-14", 2.0)
+    assert prompt.messages[0]["content"].startswith("Add two numbers.\n\n")
+    assert "private_test_cases" not in prompt.meta
+
+
+def test_a_livecodebench_function_is_called_with_json_arguments():
+    row = problem(
+        [{"input": '[1, 2]\n"x"', "output": "[3]", "testtype": "functional"}],
+        "",
+        metadata=json.dumps({"func_name": "add"}),
+        starter_code="class Solution:\n    def add(self, a, b):",
+    )
+    (prompt,), _, _ = prompts_from_rows([row])
+    assert prompt.answer == {"inputs": [[[1, 2], "x"]], "outputs": [[3]], "fn_name": "add"}
+    assert "class Solution:" in prompt.messages[0]["content"]
+
+
+class Opens:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (self.file,)
+
+
+def test_a_pickle_that_names_a_function_is_refused_and_not_run(tmp_path):
+    made = tmp_path / "made"
+    prompts, dropped, _ = prompts_from_rows([problem(stdin(("1", "1")), packed(Opens(str(made))))])
+    assert (prompts, dropped, made.exists()) == ([], {"bad_tests": 1}, False)
+
+
+def test_tests_that_unpack_without_end_are_refused(monkeypatch):
+    monkeypatch.setattr(code_gold, "_MAX_BYTES", 1 << 16)
+    bomb = packed("1" * (1 << 17))
+    _, dropped, _ = prompts_from_rows([problem(stdin(("1", "1")), bomb)])
+    assert dropped == {"bad_tests": 1}
