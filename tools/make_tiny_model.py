@@ -38,13 +38,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and the markers; a byte that is neither becomes `<unk>`.
+def build_tokenizer(*, all_bytes: bool = False) -> PreTrainedTokenizerFast:
+    """One token per character of `CHARACTERS`, or per byte, and the markers; what is neither becomes `<unk>`.
 
     Byte-level BPE without merges: for `model_type` qwen2 transformers' AutoTokenizer puts Qwen2's own
     byte-level steps in place of those of tokenizer.json, and these must give the same ids.
     """
-    written = [_BYTE_LEVEL.get(character, character) for character in CHARACTERS]
+    characters = [_BYTE_LEVEL.get(character, character) for character in CHARACTERS]
+    written = sorted(pre_tokenizers.ByteLevel.alphabet()) if all_bytes else characters
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *THINK, *written])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -81,7 +82,7 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -
         num_attention_heads=args.heads,
         num_key_value_heads=args.kv_heads,
         head_dim=args.head_dim,
-        max_position_embeddings=512,
+        max_position_embeddings=args.positions,
         rms_norm_eps=1e-6,
         initializer_range=0.02,
         tie_word_embeddings=args.tied,
@@ -129,10 +130,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         ("kv-heads", 2, "key/value heads, a divisor of heads"),
         ("head-dim", 32, "size of a head"),
         ("ffn", 352, "feed-forward size"),
+        ("positions", 512, "longest sequence, in tokens"),
     ):
         parser.add_argument(
             f"--{name}", type=positive_int, default=default, help=f"{meaning} (default: {default})"
         )
+    parser.add_argument(
+        "--alphabet",
+        choices=["sums", "bytes"],
+        default="sums",
+        help="sums: the 57 characters of the quickstart; bytes: any text, 263 tokens in all (default: sums)",
+    )
     parser.add_argument("--tied", action="store_true", help="let the head share the embedding's weight")
     parser.add_argument("--seed", type=int, default=1, help="same seed, same weights (default: 1)")
     return parser.parse_args(argv)
@@ -141,7 +149,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     try:
-        tokenizer = build_tokenizer()
+        tokenizer = build_tokenizer(all_bytes=args.alphabet == "bytes")
         num_parameters = write_model(args.out, build_config(args, tokenizer), tokenizer, seed=args.seed)
     except (ModelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
