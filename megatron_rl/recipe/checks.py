@@ -36,7 +36,9 @@ def optimizer_steps(stage: Stage) -> int:
 
 def stage_problems(stage: Stage, path: str) -> Iterator[Problem]:
     """Every contradiction inside one stage; `path` is its dotted path."""
-    yield from _schedule_problems(stage.schedule, stage.optimizer, optimizer_steps(stage), path)
+    # no steps yet: epochs of a file that is not there, which has its own line
+    if optimizer_steps(stage):
+        yield from _schedule_problems(stage.schedule, stage.optimizer, optimizer_steps(stage), path)
     if isinstance(stage, SftStage):
         if stage.tokens_per_microbatch < stage.max_sample_tokens:
             yield Problem(

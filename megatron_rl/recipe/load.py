@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.errors import RecipeError
+from megatron_rl.recipe.epochs import with_steps
 from megatron_rl.recipe.origins import Origin, format_resolved, leaf_origins
 from megatron_rl.recipe.overrides import Override, apply_overrides, parse_override
 from megatron_rl.recipe.problems import Problem, raise_problems, validation_problems
@@ -51,6 +52,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
         recipe = _adapter().validate_python(data, extra="forbid")
     except ValidationError as error:
         problems += _without_repeats(validation_problems(error, data, Recipe), problems)
+    if recipe is not None:
+        recipe, found = with_steps(recipe)
+        problems += found
     if recipe is None or problems:
         raise_problems(source, problems, places)
     origins = leaf_origins(recipe, data, [o.path for o in parsed])
@@ -96,7 +100,11 @@ def _left_open(data: Any, path: tuple[str, ...] = ()) -> list[Problem]:
     dotted = ".".join(path)
     if data != LEFT_OPEN:
         return []
-    return [Problem(dotted, f"is left open ({LEFT_OPEN}) for you to choose: add {dotted}=VALUE, or write it there")]
+    return [
+        Problem(
+            dotted, f"is left open ({LEFT_OPEN}) for you to choose: add {dotted}=VALUE, or write it there"
+        )
+    ]
 
 
 def _without_repeats(found: list[Problem], known: list[Problem]) -> list[Problem]:

@@ -55,7 +55,8 @@ class SftStage:
     kind: Literal["sft"]
     data: Text  # JSONL, JSON or parquet of conversations
     columns: ConversationConfig = field(default_factory=ConversationConfig)
-    steps: PositiveInt  # optimizer steps
+    steps: NonNegativeInt = 0  # optimizer steps; 0: those of `epochs`
+    epochs: PositiveFloat | None = None  # passes over the rows of `data`, instead of steps
     global_batch_size: PositiveInt  # samples per optimizer step
     tokens_per_microbatch: PositiveInt  # packed tokens per forward on one dp rank
     max_sample_tokens: PositiveInt = 4096  # longer samples are dropped and counted

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.resolve import Resolved
-from megatron_rl.recipe.stages import RlStage
+from megatron_rl.recipe.stages import RlStage, SftStage
 from megatron_rl.recipe.transfer import transfer_summary
 from megatron_rl.reshard.plan_text import summary_rows
 
@@ -63,6 +63,14 @@ def summary_table(loaded: LoadedRecipe, resolved: Resolved) -> str:
                 ("  rollouts per iteration", f"{stage.rollouts_per_iteration:,}"),
                 ("  tokens per iteration", f"at most {stage.max_tokens_per_iteration:,}"),
             ]
+        wanted = loaded.recipe.stages[i]
+        if isinstance(wanted, SftStage) and wanted.epochs is not None:
+            rows.append(
+                (
+                    "  passes",
+                    f"{wanted.epochs:g} over the rows of {wanted.data}, of which some may be dropped",
+                )
+            )
         rows.append(("  tokens in all", f"at most {stage.max_tokens_total:,}"))
         if (transfer := _transfer(loaded, resolved, i)) is not None:
             rows += [(f"  {what}", how_much) for what, how_much in summary_rows(transfer)]

@@ -32,6 +32,12 @@ def local_batches(
     return [pack_microbatch(samples, indices, pad_multiple=pad_multiple) for indices in plan]
 
 
+def filled_frac(batches: Sequence[PackedBatch], tokens_per_microbatch: int) -> float:
+    """Share of this rank's micro-batches, were each as long as allowed, that samples fill."""
+    filled = sum(int(batch.cu_seqlens[len(batch.sample_index)]) for batch in batches if batch.sample_index)
+    return filled / (len(batches) * tokens_per_microbatch)
+
+
 def microbatch_multiple(layout: ParallelLayout) -> int:
     """Counts of micro-batches that the pipeline can run are multiples of this.
 

@@ -115,7 +115,9 @@ def _load_data(index: int, run: RunContext) -> SftData | RlData | None:
             seed=derive_seed(seed, index, "samples"),
             columns=stage.columns,
         )
-        run.reporter.say(f"{stage_label(run.recipe.stages, index)}: {sft.summary()}")
+        passes = stage.steps * stage.global_batch_size / len(sft)
+        label = stage_label(run.recipe.stages, index)
+        run.reporter.say(f"{label}: {sft.summary()}; {stage.steps} steps pass over them {passes:.2f} times")
         return sft
     if not run.is_driver:
         return None

@@ -8,7 +8,7 @@ from megatron_rl.algo.aggregate import normaliser
 from megatron_rl.algo.losses import sft_loss
 from megatron_rl.data.sft_data import SftData
 from megatron_rl.recipe.stages import SftStage
-from megatron_rl.train.batches import local_batches
+from megatron_rl.train.batches import filled_frac, local_batches
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.metrics import merge
 from megatron_rl.train.progress import Progress
@@ -34,6 +34,7 @@ def run_sft(stage: SftStage, data: SftData, progress: Progress, run: RunContext)
             stats = policy.optimizer_step()
         tokens = sum(sample.packed_length for sample in samples)
         metrics |= {"sft/grad_norm": stats.grad_norm, **stats.metrics(), "sft/tokens": float(tokens)}
+        metrics["sft/packed_frac"] = filled_frac(batches, stage.tokens_per_microbatch)
         metrics |= meter.metrics(tokens=tokens)
         counts = {"samples": len(samples), "tokens": tokens} | stats.counts()
         skipped = policy.optimizer.skipped_in_a_row

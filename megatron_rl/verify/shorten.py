@@ -25,7 +25,7 @@ def shorten(recipe: Recipe) -> Recipe:
 def _shortened(stage: Stage) -> Stage:
     if isinstance(stage, SftStage):
         steps = min(stage.steps, STEPS)
-        return replace(stage, steps=steps, schedule=_schedule(stage.schedule, steps))
+        return replace(stage, steps=steps, epochs=None, schedule=_schedule(stage.schedule, steps))
     iterations = min(stage.iterations, ITERATIONS)
     return replace(
         stage,

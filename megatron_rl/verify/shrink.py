@@ -90,6 +90,7 @@ class _Cutter:
         return replace(
             stage,
             data=str(data),
+            epochs=None,
             global_batch_size=self._rounded(min(stage.global_batch_size, _SAMPLES), self._shares),
             max_sample_tokens=longest,
             # about two of the longest samples, so that a step has several micro-batches

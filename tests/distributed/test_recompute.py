@@ -72,7 +72,9 @@ def _gradients(rank: int, world_size: int, hf_path: str, layout: ParallelLayout)
 @pytest.mark.parametrize(
     "layout", [ParallelLayout(), ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2, vpp=2)], ids=str
 )
-def test_recomputed_layers_give_the_same_gradients_and_keep_less(tmp_path: Path, layout: ParallelLayout) -> None:
+def test_recomputed_layers_give_the_same_gradients_and_keep_less(
+    tmp_path: Path, layout: ParallelLayout
+) -> None:
     hf_path = str(make_tiny_hf(tmp_path / "hf", family="qwen3", num_layers=4, heads=4, kv_heads=2))
     for kept, recomputed in run_distributed(_gradients, layout.world_size, hf_path, layout):
         assert recomputed["gradients"].keys() == kept["gradients"].keys()

@@ -14,6 +14,7 @@ FLOORS = {
     "megatron_rl.arguments": 0,
     "megatron_rl.errors": 0,
     "megatron_rl.recipe": 0,
+    "megatron_rl.data.rows": 0,
     "megatron_rl.data.types": 0,
     "megatron_rl.parallel.degrees": 0,
     "megatron_rl.parallel.layout": 0,
@@ -75,6 +76,8 @@ FENCES = {
 WITHOUT_TORCH = [
     "megatron_rl.errors",
     "megatron_rl.recipe",
+    "megatron_rl.data.command",
+    "megatron_rl.data.rows",
     "megatron_rl.parallel.degrees",
     "megatron_rl.parallel.layout",
     "megatron_rl.model.spec",

@@ -82,7 +82,7 @@ def test_every_problem_of_a_file_is_reported_at_once(tmp_path):
         .replace("sp: false", "sp: 1")
         .replace("seed: 1", "sed: 1")
         .replace("dtype: float32", "dtype: float23")
-        .replace("    steps: 20\n", "")
+        .replace("    global_batch_size: 8\n", "")
         .replace("lr: 2e-5", "lr: -1")
     )
     assert problems(tmp_path, text) == {
@@ -91,7 +91,7 @@ def test_every_problem_of_a_file_is_reported_at_once(tmp_path):
         "layout.pp (line 3)": "got true, must be a whole number of at least 1",
         "layout.sp (line 3)": "got 1, must be true or false",
         "run.sed (line 4)": "unknown key; did you mean 'seed'?",
-        "stages.0.steps (line 6)": "missing, must be a whole number of at least 1",
+        "stages.0.global_batch_size (line 6)": "missing, must be a whole number of at least 1",
         "stages.1.optimizer.lr (line 25)": "got -1, must be a number above 0",
     }
 
