@@ -26,7 +26,7 @@ def double(x_ptr, out_ptr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
 def statistics(x_ptr, out_ptr, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)).to(tl.float32)
     x = tl.exp2(x - tl.max(x, 0))
-    tl.store(out_ptr, tl.sum(tl.sort(x) * x, 0))
+    tl.store(out_ptr, tl.sum(x * x, 0) / tl.sum(x, 0))
 
 
 def main() -> None:
@@ -41,8 +41,8 @@ def main() -> None:
         double[(1,)](single, single, STRIDE=1, BLOCK=1024, num_warps=4)
         double[(1,)](single, single, STRIDE=3, BLOCK=1024, num_warps=4)
         double[(1,)](single, double_, STRIDE=1, BLOCK=1024, num_warps=4)
-        # 4096 numbers for one warp: 128 for each lane, several times over
-        statistics[(1,)](half, single, BLOCK=4096, num_warps=1)
+        # 16384 numbers for one warp: 512 for each lane, which keeps them until the largest is known
+        statistics[(1,)](half, single, BLOCK=16384, num_warps=1)
     names = ("product", "tf32", "row", "strided", "float64", "spilling")
     json.dump(dict(zip(names, found, strict=True)), sys.stdout)
 
