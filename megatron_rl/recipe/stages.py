@@ -129,7 +129,7 @@ class EngineConfig:
     )
     two_tier: bool = False  # several engine machines: weights enter each once, its workers pass them on
     max_concurrent: PositiveInt = 256  # sequences decoded at once by one engine
-    kv_cache_gib: PositiveInt = 1  # CPU: size of the KV cache
+    kv_cache_gib: PositiveInt = 1  # CPU: largest KV cache of one worker; less where max_concurrent needs less
     # GPU: share of all memory of each of its GPUs that an engine takes for weights and KV cache. Trainer ranks
     # live on the same GPUs, so leave them the rest: weights, gradients, optimizer state, activations
     gpu_memory_fraction: Probability = 0.85

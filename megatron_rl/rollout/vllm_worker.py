@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.model.spec import ModelSpec
 from megatron_rl.rollout.devices import visible_devices
+from megatron_rl.rollout.kv_cache import BLOCK_TOKENS, kv_cache_bytes
 from megatron_rl.rollout.shared_memory import remove_shared_memory, shared_memory_of_group
 from megatron_rl.rollout.vllm_plugin import BACKEND, register
 from megatron_rl.rollout.wire import Message, WireClosed, recv_message, send_message
 
 _BEAT_S = 1.0
-CPU_BLOCK_TOKENS = 32  # vLLM on CPU wants KV blocks in multiples of 32 tokens
 
 
 def main() -> int:
@@ -106,7 +107,6 @@ def _set_environment(start: Message) -> None:
     os.environ.update(
         {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs here: one process less
-            "VLLM_CPU_KVCACHE_SPACE": str(start["kv_cache_gib"]),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with the trainer
             "VLLM_CPU_CI_ENV": "1",  # no warm-up on CPU: nothing is compiled
             "VLLM_DO_NOT_TRACK": "1",
@@ -140,13 +140,6 @@ def _load_llm(start: Message) -> Any:
     gc.freeze()  # vLLM collects garbage several times while it starts; what was imported is none
 
     register()
-    device: dict[str, Any] = (
-        {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
-        if start["devices"] is None
-        else {
-            "gpu_memory_utilization": start["gpu_memory_fraction"],
-        }
-    )
     return LLM(
         model=start["hf_path"],
         # an imported checkpoint has config and tokenizer alone for its HF directory
@@ -163,8 +156,27 @@ def _load_llm(start: Message) -> Any:
         max_logprobs=-1,  # scoring at a temperature needs the whole row
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        **device,
+        **_of_device(start),
     )
+
+
+def _of_device(start: Message) -> dict[str, Any]:
+    if start["devices"] is not None:
+        return {"gpu_memory_utilization": start["gpu_memory_fraction"]}
+    import torch
+
+    return {
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "kv_cache_memory_bytes": kv_cache_bytes(
+            ModelSpec.from_hf(start["hf_path"]),
+            tp=start["tp"],
+            element_bytes=getattr(torch, start["dtype"]).itemsize,
+            max_model_len=start["max_model_len"],
+            max_concurrent=start["max_concurrent"],
+            limit_gib=start["kv_cache_gib"],
+        ),
+    }
 
 
 def _has_weights(start: Message) -> bool:

@@ -133,7 +133,7 @@ def test_an_engine_that_dies_there_is_named_with_its_host_and_the_end_of_its_log
     )
     assert f"--- engine process {replica.pid} started 20" in str(caught.value)
     # and this one is told what its own process says
-    with pytest.raises(EngineError, match=rf"replica 1 on {at} .* starting failed: KeyError: 'kv_cache_gib'"):
+    with pytest.raises(EngineError, match=rf"replica 1 on {at} .* starting failed: KeyError: 'threads'"):
         other.start({}, timeout_s=30)
 
 

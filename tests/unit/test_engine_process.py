@@ -75,7 +75,7 @@ def test_a_message_that_cannot_be_sent_leaves_the_engine_usable(start, monkeypat
         with pytest.raises(EngineError, match="at most 100 are allowed"):
             process.ask("generate", timeout_s=5, requests=["x" * 100])
     # it still reads: this is no start message, and it says so
-    with pytest.raises(EngineError, match=r"failed: KeyError: 'kv_cache_gib'"):
+    with pytest.raises(EngineError, match=r"failed: KeyError: 'threads'"):
         process.start({"devices": None}, timeout_s=60)
 
 
