@@ -24,7 +24,7 @@ from megatron_rl.recipe.summary import summary_data, summary_table
 from megatron_rl.score.arguments import add_score
 from megatron_rl.train import launcher
 from megatron_rl.train.rank_process import RankProcess, is_launched, rank_environment, report_failure
-from megatron_rl.train.run_dir import LOGS, choose_run_dir, make_run_dir
+from megatron_rl.train.run_dir import LOGS, check_unused, choose_run_dir, make_run_dir
 from megatron_rl.train.stopping import REASONS, STOPPED, STOPPED_FILE, Stopped, forget_requests, write_stopped
 from megatron_rl.verify.arguments import add_verify
 
@@ -90,6 +90,7 @@ def _train(args: argparse.Namespace) -> int:
         run_dir = choose_run_dir(args.run_dir, name=loaded.recipe.name, resume=args.resume)
         make_run_dir(run_dir)
         if not is_launched():
+            check_unused(run_dir)
             forget_requests(run_dir)
     # without checkpoints there is nothing to reach a step border for
     stop_grace_s = loaded.recipe.run.stop_grace_s if loaded.recipe.checkpoint else None

@@ -40,6 +40,13 @@ class PromptSet:
     def num_rows(self) -> int:
         return len(self.prompts) + sum(self.dropped.values())
 
+    def digest(self) -> str:
+        """sha256 of what decides draws, seeds and rewards: every prompt's id, tokens, gold and difficulty, in order."""
+        lines = [
+            [p.id, list(self.token_ids[p.id]), p.answer, p.difficulty, p.data_source] for p in self.prompts
+        ]
+        return hashlib.sha256(json.dumps(lines, sort_keys=True, default=repr).encode()).hexdigest()
+
     def summary(self) -> str:
         """One line: rows kept, dropped by reason, renamed, cut."""
         cut = f" ({self.truncated} cut on the left to the longest allowed)" if self.truncated else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -77,6 +78,13 @@ class SftData:
             self.sample(permutation(len(self), seed=self.seed, epoch=epoch)[offset])
             for epoch, offset in places
         ]
+
+    def digest(self) -> str:
+        """sha256 of what batches are made of: tokens and masks of every sample, in order."""
+        digest = hashlib.sha256()
+        for array in (self.offsets, self.tokens, self.mask):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
 
     def summary(self) -> str:
         """One line: samples kept, rows dropped by reason, tokens."""

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -28,7 +29,8 @@ STATE_FILE = "state.json"
 LATEST_FILE = "latest"
 MODEL_DIR, OPTIMIZER_DIR, GENERATORS_DIR = "model", "optimizer", "generators"
 CHECKPOINTS_DIR = "checkpoints"  # of a run directory
-_FORMAT = 2
+_FORMAT = 3
+_OWN_DIGEST = "sha256"  # of the state file's other entries
 _NAME = re.compile(r"stage_(\d+)_step_(\d+)")
 _LEFTOVERS = (".tmp-*", ".old-*")
 
@@ -132,7 +134,13 @@ def write_state(saved: SavedState, *, versions: Mapping[str, str]) -> None:
             name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in saved.files.items()
         },
     }
+    state[_OWN_DIGEST] = _own_digest(state)
     (saved.path / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+
+def _own_digest(state: Mapping[str, Any]) -> str:
+    others = {key: value for key, value in state.items() if key != _OWN_DIGEST}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def retain_newest(root: Path, keep: int) -> None:
@@ -204,6 +212,8 @@ def read_state(path: Path) -> SavedState:
         state = json.loads(file.read_text(encoding="utf-8"))
         if state["format"] != _FORMAT:
             raise CheckpointError(f"{file}: format is {state['format']!r}, must be {_FORMAT}; {advice}")
+        if state[_OWN_DIGEST] != _own_digest(state):
+            raise CheckpointError(f"{file}: was changed after it was saved; {advice}")
         saved = SavedState(
             path=path,
             progress=dict(state["progress"]),

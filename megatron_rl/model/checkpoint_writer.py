@@ -7,7 +7,6 @@ when its trainer does, however that ends.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import mmap
@@ -21,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.model.background import Background
+from megatron_rl.platform.parent import end_with_parent
 
 _CHUNK_BYTES = 16 << 20
 _AHEAD = 4  # chunks that were written and wait for their digest
 _MESSAGE_BYTES = 1 << 16
-_PR_SET_PDEATHSIG = 1
 
 # every call walks the file's content once more, as contiguous bytes
 Content = Callable[[], Iterable[memoryview]]
@@ -123,8 +122,7 @@ def _chunks(views: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def _main(descriptor: int, trainer: int) -> int:
-    # the kernel's promise: not even a stopped writer outlives its trainer
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != trainer:
         return 1
     # a request to stop is for the trainer, which may want its last checkpoint written

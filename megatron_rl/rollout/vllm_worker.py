@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron_rl.errors import EngineError, ReshardError
 from megatron_rl.model.spec import ModelSpec
+from megatron_rl.platform.parent import wake_with_parent
 from megatron_rl.rollout.devices import visible_devices
 from megatron_rl.rollout.kv_cache import BLOCK_TOKENS, kv_cache_bytes
 from megatron_rl.rollout.shared_memory import remove_shared_memory, shared_memory_of_group
@@ -51,6 +52,8 @@ def main() -> int:
     sock, life = socket.socket(fileno=args.fd), socket.socket(fileno=args.life_fd)
     for owned in (sock, life):
         owned.set_inheritable(False)
+    # stopped, it could not see that its owner is gone
+    wake_with_parent()
     threading.Thread(target=_die_with_owner, args=(life, os.getppid(), args.scratch), daemon=True).start()
     # the log is appended to: this line parts what earlier processes wrote from what follows
     print(f"--- engine process {os.getpid()} started {time.strftime('%Y-%m-%d %H:%M:%S %z')}", flush=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_rl.errors import TrainingError
+from megatron_rl.errors import DataError, TrainingError
 
 
 def to_json(value: Any, *, indent: int | None = None) -> bytes:
@@ -61,9 +61,22 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a file; a last line that was cut off is left out. A missing file has no lines."""
+    """Every whole line of a file; a last line that was cut off is left out. A missing file has no lines.
+
+    Raises DataError naming the first line that is no JSON object.
+    """
     if not path.exists():
         return []
     raw = path.read_bytes().split(b"\n")
     # what follows the last line break was never finished
-    return [json.loads(line) for line in raw[:-1] if line.strip()]
+    return [_read_object(line, f"{path}:{number}") for number, line in enumerate(raw[:-1], 1) if line.strip()]
+
+
+def _read_object(text: bytes, place: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{place}: cannot be read ({error}); remove the line") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{place}: got {text[:40]!r}, must be a JSON object; remove the line")
+    return found

@@ -6,13 +6,11 @@ parent to report to.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +21,7 @@ from types import FrameType
 from typing import IO, Any
 
 from megatron_rl.train.phases import phase_name, read_phase_file
-from megatron_rl.train.rank_process import STOP_GRACE_S, launch_variables
+from megatron_rl.train.rank_process import STOP_GRACE_S, FailureReport, launch_variables
 from megatron_rl.train.stopping import NOTHING_SAVED, STOPPED, TERMINATED
 
 POLL_S = 0.05
@@ -46,13 +44,13 @@ def launch_local(
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     alive_end, own_end = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="megatron_rl_") as scratch, _caught_signals() as caught:
+    with _caught_signals() as caught:
         ranks: list[_Rank] = []
         try:
             port = free_port()
             for rank in range(nproc):
                 variables = _variables(rank, nproc, port)
-                ranks.append(_Rank.start(command, rank, variables, alive_end, log_dir, Path(scratch)))
+                ranks.append(_Rank.start(command, rank, variables, alive_end, log_dir))
             _Course(ranks, caught, stop_grace_s=stop_grace_s).run()
         finally:
             for started in ranks:
@@ -68,7 +66,7 @@ class _Rank:
 
     rank: int
     process: subprocess.Popen[bytes]
-    failure_file: Path
+    report: FailureReport
     log: Path | None
     log_start: int
     ended_at: float | None = None
@@ -84,23 +82,22 @@ class _Rank:
         variables: Mapping[str, str],
         fd: int,
         log_dir: Path,
-        scratch: Path,
     ) -> _Rank:
-        failure_file = scratch / f"rank_{rank}.json"
+        report = FailureReport()
         log = log_dir / f"rank_{rank}.log" if rank else None
         output: IO[bytes] | None = log.open("ab") if log else None
         try:
             process = subprocess.Popen(
                 command,
-                env=os.environ | variables | launch_variables(fd, failure_file),
+                env=os.environ | variables | launch_variables(fd, report),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=(fd,),
+                pass_fds=(fd, report.descriptor),
                 # its own group: Ctrl-C reaches the launcher alone, and all that a rank started ends with it
                 start_new_session=True,
             )
-            return cls(rank, process, failure_file, log, output.tell() if output else 0)
+            return cls(rank, process, report, log, output.tell() if output else 0)
         finally:
             if output:
                 output.close()
@@ -109,8 +106,8 @@ class _Rank:
         """Notice the end of the process, or a failure that it reported before ending."""
         if self.ended_at is None and self.process.poll() is not None:
             self.ended_at = time.time()
-        if not self.failure and self.failure_file.exists():
-            self.failure = json.loads(self.failure_file.read_text())
+        if not self.failure:
+            self.failure = self.report.read()
 
     @property
     def has_stopped(self) -> bool:
@@ -171,6 +168,8 @@ class _Rank:
             time.sleep(POLL_S)
         self.kill()
         self.process.wait()
+        self.poll()
+        self.report.close()
 
     def last_words(self) -> str:
         """The reported message, else the end of this run's part of the log."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from megatron_rl.errors import DataError
 from megatron_rl.recipe.stages import SftStage, Stage
 
 
@@ -24,7 +25,7 @@ class Progress:
     counts: Mapping[str, int] = field(default_factory=dict)
     skipped_in_a_row: int = 0  # optimizer steps left out since the last one that was taken
     weight_version: int = 0  # of the weights that the engines have
-    metric_step: int = 0  # of the last line in metrics.jsonl
+    data: str = ""  # digest of what the stage trains on
 
     def advanced(
         self,
@@ -47,12 +48,23 @@ class Progress:
             counts=summed,
             skipped_in_a_row=skipped_in_a_row,
             weight_version=weight_version,
-            metric_step=self.metric_step + 1,
         )
 
     def next_stage(self, stage: int) -> Progress:
-        """Before the first step of a later stage; counts and the metric step go on."""
-        return Progress(stage=stage, counts=self.counts, metric_step=self.metric_step)
+        """Before the first step of a later stage; counts go on."""
+        return Progress(stage=stage, counts=self.counts)
+
+    def on_data(self, digest: str, *, place: str) -> Progress:
+        """With the digest of what the stage trains on; `place` is its key and file.
+
+        Raises DataError where the stage has begun with other data: its steps and cursors are places in that.
+        """
+        if self.step and self.data != digest:
+            raise DataError(
+                f"{place} does not hold what the stage was trained on up to step {self.step}: its rows, or how the "
+                "tokenizer of model.hf_path renders them, have changed; put them back, or start a new run"
+            )
+        return replace(self, data=digest)
 
     def to_dict(self) -> dict[str, Any]:
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}

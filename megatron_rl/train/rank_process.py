@@ -16,15 +16,19 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from megatron_rl.platform.parent import wake_with_parent
 from megatron_rl.train.phases import PhaseFile
-from megatron_rl.train.run_dir import LOGS
+from megatron_rl.train.run_dir import LOGS, take_run_dir
 from megatron_rl.train.stopping import StopRequest, pass_over
 
 STOP_GRACE_S = 5.0  # from being told to end to being killed
 
 _PARENT_FD = "MEGATRON_RL_PARENT_FD"
-_FAILURE_FILE = "MEGATRON_RL_FAILURE_FILE"
+_FAILURE_FD = "MEGATRON_RL_FAILURE_FD"
+_REPORT_END = b"\n"
+_reporting = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +54,28 @@ def rank_environment() -> RankEnvironment | None:
 
 def is_launched() -> bool:
     """Whether `launch_local` started this process and will report for it."""
-    return _FAILURE_FILE in os.environ
+    return _FAILURE_FD in os.environ
 
 
-def launch_variables(parent_fd: int, failure_file: Path) -> dict[str, str]:
+class FailureReport:
+    """Where a rank leaves why it failed: memory without a name, so that nothing of it outlives both processes."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("failure")
+
+    def read(self) -> dict[str, Any]:
+        """What the rank reported; empty: nothing yet."""
+        written = os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0)
+        # complete with its last byte
+        return dict(json.loads(written)) if written.endswith(_REPORT_END) else {}
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def launch_variables(parent_fd: int, report: FailureReport) -> dict[str, str]:
     """What `launch_local` tells a rank about itself."""
-    return {_PARENT_FD: str(parent_fd), _FAILURE_FILE: str(failure_file)}
+    return {_PARENT_FD: str(parent_fd), _FAILURE_FD: str(report.descriptor)}
 
 
 def report_failure(message: str, *, exit_code: int, is_consequence: bool = False) -> bool:
@@ -65,12 +85,11 @@ def report_failure(message: str, *, exit_code: int, is_consequence: bool = False
     """
     if not is_launched():
         return False
-    path = Path(os.environ[_FAILURE_FILE])
-    if not path.exists():
-        partial = path.with_suffix(f".partial{threading.get_ident()}")
-        report = {"message": message, "exit_code": exit_code, "is_consequence": is_consequence}
-        partial.write_text(json.dumps({**report, "time": time.time()}))
-        partial.rename(path)
+    descriptor = int(os.environ[_FAILURE_FD])
+    with _reporting:
+        if os.fstat(descriptor).st_size == 0:
+            report = {"message": message, "exit_code": exit_code, "is_consequence": is_consequence}
+            os.pwrite(descriptor, json.dumps({**report, "time": time.time()}).encode() + _REPORT_END, 0)
     # rank 0 shares the terminal with the launcher, the others have a log of their own
     if os.environ.get("RANK") != "0":
         print(message, file=sys.stderr, flush=True)
@@ -120,9 +139,10 @@ class RankProcess:
     """This process as a rank of a run. Made once, on the main thread, before anything slow is imported."""
 
     def __init__(self, run_dir: Path, *, stop_grace_s: float | None) -> None:
-        """`stop_grace_s`: see StopRequest."""
+        """`stop_grace_s`: see StopRequest. Raises MegatronRLError while another process uses the run directory."""
         self.place = rank_environment() or RankEnvironment(rank=0, local_rank=0, world_size=1)
         self.run_dir, self.log_dir = run_dir, run_dir / LOGS
+        self._lock = take_run_dir(run_dir) if self.place.rank == 0 else None
         self.stacks = StackFile(self.log_dir, self.place.rank)
         self._exit_code = 128 + signal.SIGHUP
         signal.signal(signal.SIGHUP, self._end_now)
@@ -158,6 +178,8 @@ class RankProcess:
         """After the last thing worth watching."""
         self.stop.close()
         self.stacks.close()
+        if self._lock is not None:
+            self._lock.close()
 
 
 def _pass_over_ends() -> None:
@@ -171,6 +193,8 @@ def _follow_launcher() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if _PARENT_FD in os.environ:
         fd = int(os.environ[_PARENT_FD])
+        # stopped, this rank could not see that
+        wake_with_parent()
         threading.Thread(target=_watch_parent, args=(fd,), name="watch-parent", daemon=True).start()
 
 

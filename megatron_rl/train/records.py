@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_rl.data.types import Rollout
-from megatron_rl.errors import TrainingError
+from megatron_rl.errors import DataError, TrainingError
 from megatron_rl.train.board import Board
 from megatron_rl.train.eval_result import EvalResult
 from megatron_rl.train.files import (
@@ -53,10 +54,13 @@ class RunRecords:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             for directory in (self.run_dir, self.run_dir / ROLLOUTS):
                 remove_partial(directory)
-            kept = _keep_lines(self.run_dir / METRICS_FILE, last_step)
-            _keep_evals(self.run_dir / EVAL_FILE, last_step)
+            with _reading(self.run_dir / METRICS_FILE):
+                kept = _keep_lines(self.run_dir / METRICS_FILE, last_step)
+            with _reading(self.run_dir / EVAL_FILE):
+                _keep_evals(self.run_dir / EVAL_FILE, last_step)
             _keep_rollouts(self.run_dir / ROLLOUTS, last_iteration)
-            self._syncs = _keep_syncs(self.run_dir / PARITY_FILE, last_step)
+            with _reading(self.run_dir / PARITY_FILE):
+                self._syncs = _keep_syncs(self.run_dir / PARITY_FILE, last_step)
             self._metrics: IO[bytes] = (self.run_dir / METRICS_FILE).open("ab", buffering=0)
         self._last_step = int(kept[-1]["step"]) if kept else -1
         self._started = time.monotonic() - (float(kept[-1]["time_s"] or 0.0) if kept else 0.0)
@@ -181,6 +185,17 @@ class RunRecords:
         if isinstance(value, (list, tuple)):
             return [self._clean(item) for item in value]
         return value
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """What an earlier start wrote, and somebody else or a crash of the machine may have changed since."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as fault:
+        raise DataError(
+            f"{path}: is not as a run writes it ({type(fault).__name__}: {fault}); mend it or move it away"
+        ) from None
 
 
 def _keep_lines(path: Path, last_step: int | None) -> list[dict[str, Any]]:

@@ -97,12 +97,27 @@ def _run_stages(progress: Progress, run: RunContext) -> None:
         if index != progress.stage:
             progress = progress.next_stage(index)
         stage, stage_data = stages[index], data.pop(index)
+        progress = _on_data(progress, stage_data, run)
         if isinstance(stage, SftStage):
             assert isinstance(stage_data, SftData)
             progress = run_sft(stage, stage_data, progress, run)
         else:
             assert not isinstance(stage_data, SftData)
             progress = run_rl(stage, stage_data, progress, run)
+
+
+def _on_data(progress: Progress, data: SftData | RlData | None, run: RunContext) -> Progress:
+    """See Progress.on_data; `data` is None on ranks that read none."""
+    stage = run.recipe.stages[progress.stage]
+    if isinstance(data, SftData):
+        assert isinstance(stage, SftStage)
+        return progress.on_data(data.digest(), place=f"stages.{progress.stage}.data: {stage.data}")
+    if data is not None:
+        assert not isinstance(stage, SftStage)
+        return progress.on_data(
+            data.prompts.digest(), place=f"stages.{progress.stage}.prompts: {stage.prompts}"
+        )
+    return progress
 
 
 def _load_data(index: int, run: RunContext) -> SftData | RlData | None:

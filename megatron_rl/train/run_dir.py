@@ -1,15 +1,24 @@
-"""Which directory a run writes to."""
+"""Which directory a run writes to, and that no other run does so meanwhile."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import socket
 import tempfile
 import time
 from pathlib import Path
+from typing import IO
 
 from megatron_rl.errors import MegatronRLError
 
 RUNS = Path("runs")
 LOGS = "logs"
+LOCK_FILE = "in_use"  # in the logs
+_END_S = 10.0  # that the processes of a killed run may take to end
+_POLL_S = 0.2
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def choose_run_dir(wanted: Path | None, *, name: str, resume: bool) -> Path:
@@ -46,6 +55,49 @@ def make_run_dir(run_dir: Path) -> None:
         raise MegatronRLError(
             f"--run-dir {run_dir}: cannot be written ({error.strerror or error}); choose another directory"
         ) from None
+
+
+def take_run_dir(run_dir: Path) -> IO[str] | None:
+    """Hold the directory for this process until the file is closed or the process ends, however that ends.
+
+    A run that is just ending is waited for. Raises MegatronRLError naming the process that holds it for longer. None
+    where the file system has no locks.
+    """
+    path = run_dir / LOGS / LOCK_FILE
+    # a lock of the process, not of the file: no child that inherits the descriptor holds it on
+    file = path.open("a+", encoding="utf-8")
+    deadline = time.monotonic() + _END_S
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                file.close()
+                return None
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            if time.monotonic() > deadline:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                file.close()
+                raise MegatronRLError(
+                    f"--run-dir {run_dir}: is in use by {holder}; wait for that run or stop it, or choose another "
+                    "directory"
+                ) from None
+        time.sleep(_POLL_S)
+    file.truncate(0)
+    file.write(
+        f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
+    )
+    file.flush()
+    return file
+
+
+def check_unused(run_dir: Path) -> None:
+    """Raises MegatronRLError while another run holds the directory; leaves it to whoever takes it next."""
+    if (lock := take_run_dir(run_dir)) is not None:
+        lock.close()
 
 
 def _is_of_a_start(entry: Path) -> bool:

@@ -102,6 +102,18 @@ def test_a_damaged_checkpoint_is_an_error_naming_the_file(tmp_path: Path, damage
         find_latest(tmp_path)
 
 
+def test_a_state_that_was_changed_is_refused_whatever_was_changed(tmp_path: Path) -> None:
+    file = publish(tmp_path, step=5, counts={"samples": 40}) / "state.json"
+    whole = file.read_text()
+    for was, now in (('"step": 5', '"step": 7'), ('"samples": 40', '"samples": 41'), ('"tp": 1', '"tp": 2')):
+        assert whole.count(was) == 1
+        file.write_text(whole.replace(was, now))
+        with pytest.raises(CheckpointError, match=r"state\.json: was changed after it was saved"):
+            find_latest(tmp_path)
+    file.write_text(whole)
+    assert latest(tmp_path).progress["step"] == 5
+
+
 def test_a_latest_that_names_nothing_is_an_error_that_lists_what_is_there(tmp_path: Path) -> None:
     publish(tmp_path, step=5)
     (tmp_path / "latest").write_text("stage_0_step_000007\n")

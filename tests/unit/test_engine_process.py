@@ -1,14 +1,20 @@
 """An engine process that stops or dies is an error in time, told from its own part of the log. Without vLLM."""
 
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from megatron_rl.errors import EngineError, LostEngineError
 from megatron_rl.rollout.engine_process import EngineProcess
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -89,3 +95,37 @@ def test_the_log_keeps_earlier_starts_and_an_error_shows_only_its_own(start):
     assert f"engine process {second.pid} started" in str(error.value)
     assert f"engine process {first.pid} started" not in str(error.value)
     assert f"engine process {first.pid} started" in second.log_path.read_text()
+
+
+def test_a_stopped_engine_ends_with_an_owner_that_was_killed_and_leaves_no_file(tmp_path):
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from megatron_rl.rollout.engine_process import EngineProcess\n"
+        "print(EngineProcess(0, Path(sys.argv[1])).pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    log, scratch = tmp_path / "engine.log", tmp_path / "scratch"
+    scratch.mkdir()
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code, str(log)],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(scratch)},
+    )
+    assert owner.stdout is not None
+    engine = int(owner.stdout.readline())
+    # readable once the engine is gone
+    descriptor = os.pidfd_open(engine)
+    deadline = time.monotonic() + 60
+    while f"--- engine process {engine} started" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(engine, signal.SIGSTOP)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    ended, _, _ = select.select([descriptor], [], [], 30)
+    os.close(descriptor)
+    assert ended
+    assert list(scratch.iterdir()) == []

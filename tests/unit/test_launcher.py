@@ -365,6 +365,16 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path, deaf):
     wait_for(lambda: not any(map(is_running, pids(tmp_path))))
 
 
+def test_a_stopped_rank_ends_when_the_launcher_is_killed(tmp_path):
+    process = start(tmp_path, "enter_rank(); Path(f'ready_{me.rank}').touch(); time.sleep(600)")
+    wait_for(lambda: len(list(tmp_path.glob("ready_*"))) == 2)
+    for pid in pids(tmp_path):
+        os.kill(pid, signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(is_running, pids(tmp_path))))
+
+
 def test_a_helper_that_outlives_its_rank_is_not_left_behind(tmp_path):
     body = """
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

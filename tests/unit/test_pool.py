@@ -115,7 +115,7 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_last_words():
     pool.close()
 
 
-def test_workers_end_with_a_parent_that_was_killed():
+def test_workers_end_with_a_parent_that_was_killed_even_stopped_ones():
     code = (
         "from megatron_rl.rewards.pool import WorkerPool\n"
         "pool = WorkerPool(workers=1, timeout_s=20.0)\n"
@@ -127,6 +127,7 @@ def test_workers_end_with_a_parent_that_was_killed():
     worker = int(parent.stdout.readline())
     # readable once the worker is gone
     descriptor = os.pidfd_open(worker)
+    os.kill(worker, signal.SIGSTOP)
     parent.kill()
     parent.wait()
     parent.stdout.close()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from megatron_rl.errors import DataError
 from megatron_rl.recipe.stages import OptimizerConfig, RlStage, SamplingConfig, SftStage
 from megatron_rl.train.progress import Progress, stage_label, stage_length
 
@@ -57,5 +60,13 @@ def test_counts_add_up_and_go_on_in_the_next_stage() -> None:
         sampler={"cursors": [1]},
         counts={"samples": 7, "prompts": 8},
         weight_version=2,
-        metric_step=3,
     )
+
+
+def test_a_stage_that_has_begun_goes_on_with_the_same_data_alone() -> None:
+    begun = Progress().on_data("a", place="stages.0.data: x.jsonl").advanced(3)
+    assert begun.on_data("a", place="stages.0.data: x.jsonl") == begun
+    with pytest.raises(DataError, match=r"stages\.0\.data: x\.jsonl does not hold .* up to step 3"):
+        begun.on_data("b", place="stages.0.data: x.jsonl")
+    # the next stage has other data
+    assert begun.next_stage(1).on_data("b", place="stages.1.prompts: y.jsonl").data == "b"

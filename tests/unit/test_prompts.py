@@ -144,3 +144,18 @@ def test_no_prompt_left_is_an_error_with_the_counts(tmp_path):
     rows = [{"problem": "long", "answer": "1"}, {"problem": "x", "answer": ""}, {"text": "?"}]
     with pytest.raises(DataError, match=r"of 3 rows \(dropped: no_answer 1, no_prompt 1, too_long 1\)"):
         _load(tmp_path, rows, max_prompt_tokens=2)
+
+
+def test_the_digest_of_prompts_tells_everything_that_draws_seeds_and_rewards_depend_on(tmp_path):
+    rows = [
+        {"id": "a", "problem": "1+1", "answer": "2", "difficulty": 1},
+        {"id": "b", "problem": "2+2", "answer": "4", "difficulty": 1},
+    ]
+    changes = ({"id": "c"}, {"problem": "1+2"}, {"answer": "3"}, {"difficulty": 2})
+    others = [[{**rows[0], **change}, rows[1]] for change in changes]
+    digests = {_load(tmp_path, each).digest() for each in [rows, rows[::-1], rows[:1], *others]}
+    assert len(digests) == 7
+    assert (
+        _load(tmp_path, [{**row, "note": "unread"} for row in rows]).digest()
+        == _load(tmp_path, rows).digest()
+    )

@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.data.types import Completion, Finish, Prompt, RewardResult, Rollout, Verdict
-from megatron_rl.errors import TrainingError
+from megatron_rl.errors import DataError, TrainingError
 from megatron_rl.train.board import Board
 from megatron_rl.train.eval_result import EvalProblem, EvalResult
 from megatron_rl.train.records import RunRecords
@@ -264,6 +264,28 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path):
     log(resumed, 2)
     resumed.close()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("metrics.jsonl", '{"step": 0, "time_s": 1}\n{"step": \n', r"metrics\.jsonl:2: cannot be read"),
+        ("metrics.jsonl", "[1]\n", r"metrics\.jsonl:1: got .* must be a JSON object"),
+        (
+            "metrics.jsonl",
+            '{"stage": "sft"}\n',
+            r"metrics\.jsonl: is not as a run writes it \(KeyError: 'step'\)",
+        ),
+        ("eval.jsonl", '{"step": 1}\n', r"eval\.jsonl: is not as a run writes it \(KeyError: 'iteration'\)"),
+        ("parity.json", "[{", r"parity\.json: is not as a run writes it \(JSONDecodeError"),
+        ("parity.json", "[1]", r"parity\.json: is not as a run writes it \(TypeError"),
+    ],
+)
+def test_a_record_that_somebody_broke_is_an_error_naming_it(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=words):
+        RunRecords(tmp_path, last_step=3)
+    assert (tmp_path / name).read_text() == content
 
 
 def test_rollouts_keep_any_text_a_model_can_write(tmp_path):

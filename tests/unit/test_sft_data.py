@@ -174,3 +174,15 @@ def test_long_samples_fill_32k_micro_batches_and_stay_apart(tokenizer):
             assert batch.labels[start:end].tolist() == ids[1:]
             assert batch.loss_mask[start:end].tolist() == mask[1:]
             assert batch.position_ids[start:end].tolist() == list(range(len(ids) - 1))
+
+
+def test_its_digest_is_that_of_tokens_and_masks_in_order(tokenizer):
+    rows = [{"prompt": "1+1", "response": "2"}, {"prompt": "2+2", "response": "4"}]
+
+    def digest(rows):
+        return build_sft_data(rows, tokenizer=tokenizer, max_sample_tokens=100, seed=1).digest()
+
+    named = [{**row, "id": f"other-{i}"} for i, row in enumerate(rows)]
+    assert digest(rows) == digest(named)
+    others = [rows[::-1], rows[:1], [*rows, rows[0]], [rows[0], {"prompt": "2+", "response": "24"}]]
+    assert len({digest(each) for each in [rows, *others]}) == 5
