@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_rl.errors import EngineError, ReshardError
 from megatron_rl.model.spec import ModelSpec
@@ -68,7 +68,7 @@ def main() -> int:
         sys.stdout.flush()
         os._exit(0)
     except WireClosed:
-        return 0
+        _end(args.scratch)
     except Exception as error:  # whatever it is, the owner must hear of it
         traceback.print_exc()
         send_message(sock, {"error": {"kind": "start", "message": _one_line(error)}})
@@ -91,6 +91,12 @@ def _die_with_owner(life: socket.socket, owner: int, scratch: str) -> None:
             continue
         except OSError:
             break
+    _end(scratch)
+
+
+def _end(scratch: str) -> NoReturn:
+    """Leave no file and no process of this group. Both threads may come here: the one that reads requests is no slower
+    to see that the owner is gone, and must not end the process before the other is done."""
     print("owner is gone, ending this engine", file=sys.stderr, flush=True)
     shutil.rmtree(scratch, ignore_errors=True)
     if os.getpgrp() == os.getpid():

@@ -168,9 +168,9 @@ def test_a_directory_without_a_run_is_an_error(tmp_path):
         write_report(tmp_path)
 
 
-def test_a_broken_record_is_an_error_that_names_the_run(tmp_path):
+def test_a_broken_record_is_an_error_that_names_the_line(tmp_path):
     write_run(tmp_path)
     with (tmp_path / "eval.jsonl").open("a") as stream:
         stream.write("{broken\n")
-    with pytest.raises(DataError, match="a record cannot be read"):
+    with pytest.raises(DataError, match=r"eval\.jsonl:3: cannot be read"):
         write_report(tmp_path)
