@@ -1,4 +1,4 @@
-"""Which prompts an iteration draws: all of them, or those of the difficulty window it falls into."""
+"""Which prompts an iteration draws: all of them, or those of the difficulty or pass-rate window it falls into."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ class CurriculumSampler:
         seed: int,
         *,
         iterations: int | None = None,
+        pass_rates: Mapping[str, float] | None = None,
     ) -> None:
         """`iterations` are those of the stage, checked against the windows' when given.
 
-        Raises DataError for windows that hold no prompt or prompts without difficulty, RecipeError for
-        windows whose iterations do not sum to `iterations`.
+        `pass_rates` are measured ones by prompt id, which count instead of those of the rows. Raises DataError for
+        windows that hold no prompt, or where a prompt lacks what a window goes by, and RecipeError for windows whose
+        iterations do not sum to `iterations`.
         """
-        check_windows(prompts, windows, iterations=iterations)
+        rates = pass_rates or {}
+        check_windows(prompts, windows, iterations=iterations, pass_rates=rates)
         self._windows = tuple(windows)
-        self._pools = [_pool(prompts, window) for window in windows] or [list(prompts)]
+        self._pools = [_pool(prompts, window, rates) for window in windows] or [list(prompts)]
         # The window's number is part of the seed: equal windows draw in different orders.
         self._cursors = [
             PromptCursor(len(pool), seed=seed * 1_000_003 + number) for number, pool in enumerate(self._pools)
@@ -83,7 +86,11 @@ class CurriculumSampler:
 
 
 def check_windows(
-    prompts: Sequence[Prompt], windows: Sequence[CurriculumWindow], *, iterations: int | None = None
+    prompts: Sequence[Prompt],
+    windows: Sequence[CurriculumWindow],
+    *,
+    iterations: int | None = None,
+    pass_rates: Mapping[str, float] | None = None,
 ) -> None:
     """Raise RecipeError or DataError for windows that these prompts cannot serve; none always fit."""
     if not windows:
@@ -94,30 +101,74 @@ def check_windows(
         raise RecipeError(
             f"curriculum: windows cover {parts} = {total} iterations, but the stage has {iterations}"
         )
-    missing = [prompt.id for prompt in prompts if prompt.difficulty is None]
-    if missing:
-        raise DataError(
-            f"curriculum: {len(missing)} of {len(prompts)} prompts carry no difficulty "
-            f"(first: {missing[0]}); add `extra_info.difficulty` or `difficulty` to the rows, "
-            "or leave the curriculum empty"
-        )
+    rates = pass_rates or {}
     for number, window in enumerate(windows):
-        if not _pool(prompts, window):
+        name, (low, high) = window_bounds(window)
+        values = {prompt.id: _value(prompt, window, rates) for prompt in prompts}
+        missing = [prompt_id for prompt_id, value in values.items() if value is None]
+        if missing:
             raise DataError(
-                f"curriculum.{number}.difficulty: no prompt lies in {list(window.difficulty)}; "
-                f"the data has {_bands(prompts)}"
+                f"curriculum: {len(missing)} of {len(prompts)} prompts carry no {name} "
+                f"(first: {missing[0]}); add `extra_info.{name}` or `{name}` to the rows, {_OTHER_WAYS[name]}"
+            )
+        if not any(value is not None and low <= value <= high for value in values.values()):
+            raise DataError(
+                f"curriculum.{number}.{name}: no prompt lies in {[low, high]}; "
+                f"the data has {_bands(name, [value for value in values.values() if value is not None])}"
             )
 
 
-def _pool(prompts: Sequence[Prompt], window: CurriculumWindow) -> list[Prompt]:
-    low, high = window.difficulty
-    return [
-        prompt for prompt in prompts if prompt.difficulty is not None and low <= prompt.difficulty <= high
-    ]
+_OTHER_WAYS = {
+    "difficulty": "or leave the curriculum empty",
+    "pass_rate": "set `rescore` to measure it, or leave the curriculum empty",
+}
+# shares of right answers, by the names of public data sets (ours, Big-Math, OpenMathReasoning)
+_PASS_RATE_KEYS = ("pass_rate", "llama8b_solve_rate", "pass_rate_72b_tir")
 
 
-def _bands(prompts: Sequence[Prompt]) -> str:
-    counts = Counter(prompt.difficulty for prompt in prompts if prompt.difficulty is not None)
+def window_bounds(window: CurriculumWindow) -> tuple[str, tuple[float, float]]:
+    """What the window goes by, difficulty or pass_rate, and its bounds, both included."""
+    if window.difficulty is not None:
+        return "difficulty", window.difficulty
+    if window.pass_rate is None:
+        raise RecipeError("curriculum: a window has neither difficulty nor pass_rate; give it one of them")
+    return "pass_rate", window.pass_rate
+
+
+def is_in_window(prompt: Prompt, window: CurriculumWindow, pass_rates: Mapping[str, float]) -> bool:
+    """False also where the prompt does not have what the window goes by."""
+    low, high = window_bounds(window)[1]
+    value = _value(prompt, window, pass_rates)
+    return value is not None and low <= value <= high
+
+
+def row_pass_rate(prompt: Prompt) -> float | None:
+    """The share of right answers that the row carries, of whichever model its data set was made with."""
+    for key in _PASS_RATE_KEYS:
+        value = prompt.meta.get(key)
+        try:
+            rate = float(value) if value is not None and not isinstance(value, bool) else None
+        except (TypeError, ValueError):
+            continue
+        if rate is not None and 0.0 <= rate <= 1.0:
+            return rate
+    return None
+
+
+def _value(prompt: Prompt, window: CurriculumWindow, pass_rates: Mapping[str, float]) -> float | None:
+    if window.difficulty is not None:
+        return prompt.difficulty
+    return pass_rates.get(prompt.id, row_pass_rate(prompt))
+
+
+def _pool(
+    prompts: Sequence[Prompt], window: CurriculumWindow, pass_rates: Mapping[str, float]
+) -> list[Prompt]:
+    return [prompt for prompt in prompts if is_in_window(prompt, window, pass_rates)]
+
+
+def _bands(name: str, values: Sequence[float]) -> str:
+    counts = Counter(values)
     if len(counts) > 12:
-        return f"{len(prompts)} prompts of difficulty {min(counts):g} to {max(counts):g}"
-    return "difficulty: prompts " + ", ".join(f"{band:g}: {counts[band]}" for band in sorted(counts))
+        return f"{len(values)} prompts of {name} {min(counts):g} to {max(counts):g}"
+    return f"{name}: prompts " + ", ".join(f"{band:g}: {counts[band]}" for band in sorted(counts))

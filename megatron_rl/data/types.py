@@ -76,6 +76,7 @@ class RewardResult:
     score: float
     parts: Mapping[str, float]
     verdict: Verdict
+    task_score: float  # the judge's own, 0 to 1, whatever `score` was made of it
     reason: str = ""
 
 

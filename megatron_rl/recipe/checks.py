@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.recipe.batch_checks import batch_problems
 from megatron_rl.recipe.dataset import conversation_problems, dataset_problems, template_problems
 from megatron_rl.recipe.hosts import parse_host_port
 from megatron_rl.recipe.problems import Problem, did_you_mean
@@ -54,7 +55,7 @@ def stage_problems(stage: Stage, path: str) -> Iterator[Problem]:
     yield from _batch_problems(stage, path)
     yield from _sampling_problems(stage, path)
     yield from _algorithm_problems(stage.algorithm, f"{path}.algorithm")
-    yield from _curriculum_problems(stage, path)
+    yield from batch_problems(stage, path)
     yield from _engine_problems(stage.engine, f"{path}.engine")
     if stage.eval is not None and not stage.eval.sets:
         yield Problem(f"{path}.eval.sets", "is empty, name at least one prompt file or set eval to null")
@@ -141,23 +142,6 @@ def _algorithm_problems(algorithm: AlgorithmConfig, path: str) -> Iterator[Probl
             )
     if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
         yield Problem(f"{path}.dual_clip", f"got {algorithm.dual_clip}, must be above 1; null disables it")
-
-
-def _curriculum_problems(stage: RlStage, path: str) -> Iterator[Problem]:
-    for i, window in enumerate(stage.curriculum):
-        low, high = window.difficulty
-        if low > high:
-            yield Problem(
-                f"{path}.curriculum.{i}.difficulty",
-                f"got [{low:g}, {high:g}], the lower bound must come first",
-            )
-    total = sum(window.iterations for window in stage.curriculum)
-    if stage.curriculum and total != stage.iterations:
-        yield Problem(
-            f"{path}.curriculum",
-            f"its windows last {total} iterations, but the stage has iterations = {stage.iterations}; "
-            "make them equal, or set curriculum to [] to draw from all prompts",
-        )
 
 
 def _engine_problems(engine: EngineConfig, path: str) -> Iterator[Problem]:

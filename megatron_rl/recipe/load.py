@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.errors import RecipeError
+from megatron_rl.recipe.compat import expand_compat
 from megatron_rl.recipe.epochs import with_steps
 from megatron_rl.recipe.origins import Origin, format_resolved, leaf_origins
 from megatron_rl.recipe.overrides import Override, apply_overrides, parse_override
@@ -46,6 +47,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     data, problems = apply_overrides(document.data, parsed, Recipe)
     places = {dotted: f"line {line}" for dotted, line in document.lines.items()}
     places |= {".".join(o.path): "override" for o in parsed}
+    data, filled = expand_compat(data)
+    places |= {".".join(path): "compat" for path in filled}
     problems += _left_open(data)
     recipe: Recipe | None = None
     try:
@@ -57,13 +60,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
         problems += found
     if recipe is None or problems:
         raise_problems(source, problems, places)
-    origins = leaf_origins(recipe, data, [o.path for o in parsed])
+    origins = leaf_origins(recipe, data, [o.path for o in parsed], filled)
     return LoadedRecipe(recipe=recipe, source=source, origins=origins, places=places)
 
 
 def resolved_yaml(loaded: LoadedRecipe) -> str:
     """The complete recipe with each value's origin as a comment; loads again to the same recipe."""
     return format_resolved(loaded.recipe, loaded.origins)
+
+
+def compat_line(loaded: LoadedRecipe) -> str | None:
+    """One line about what `compat` set; None where it is not asked for."""
+    compat = loaded.recipe.compat
+    if compat == "none":
+        return None
+    count = sum(origin == "compat" for origin in loaded.origins.values())
+    return f"compat {compat}: set {count} keys that the recipe leaves out; recipe.resolved.yaml marks them"
 
 
 @lru_cache

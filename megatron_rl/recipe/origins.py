@@ -10,18 +10,21 @@ from megatron_rl.recipe import shape
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.yaml_text import format_value
 
-Origin = Literal["file", "override", "default"]
+Origin = Literal["file", "override", "compat", "default"]
 Path = tuple[str, ...]
 
 _INDENT = "  "
 
 
-def leaf_origins(recipe: Recipe, data: Any, override_paths: Sequence[Path]) -> dict[str, Origin]:
-    """Dotted path of each leaf to its origin. `data` is the raw recipe, overrides applied.
+def leaf_origins(
+    recipe: Recipe, data: Any, override_paths: Sequence[Path], compat_paths: Sequence[Path] = ()
+) -> dict[str, Origin]:
+    """Dotted path of each leaf to its origin. `data` is the raw recipe, overrides and `compat` applied.
 
     Leaves are scalars, lists of scalars, and empty lists and mappings.
     """
-    return {".".join(path): _origin(path, data, override_paths) for path, _ in leaves(recipe)}
+    origins = {".".join(path): _origin(path, data, override_paths) for path, _ in leaves(recipe)}
+    return origins | {".".join(path): "compat" for path in compat_paths}
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -36,7 +39,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def format_resolved(recipe: Recipe, origins: Mapping[str, Origin]) -> str:
     """The complete recipe as YAML, with the origin of each value as a comment behind it."""
-    header = "# resolved recipe: every value with its origin (file, override or default)"
+    header = "# resolved recipe: every value with its origin (file, override, compat or default)"
     return "\n".join([header, *_block(recipe, (), origins, "")]) + "\n"
 
 

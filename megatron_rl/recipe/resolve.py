@@ -15,6 +15,7 @@ from megatron_rl.model.hf_tables import hf_tensors, padded_vocab
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.model.splits import split_problems
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.recipe.amounts import most_prompts_drawn
 from megatron_rl.recipe.checks import nearest_multiples, optimizer_steps, stage_problems
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.problems import Problem, raise_problems
@@ -246,7 +247,7 @@ def _longest_sample(stage: Stage) -> int:
 
 def _resolve_stage(stage: Stage, dp: int) -> ResolvedStage:
     if isinstance(stage, RlStage):
-        iterations, rollouts = stage.iterations, stage.prompts_per_iteration * stage.group_size
+        iterations, rollouts = stage.iterations, most_prompts_drawn(stage) * stage.group_size
     else:
         iterations, rollouts = stage.steps, 0
     samples = _samples_per_step(stage)

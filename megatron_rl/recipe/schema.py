@@ -68,6 +68,9 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     name: Name  # also names the run directory
+    # what keys of RL stages that are not written down are set to: klear_repo, to what Klear's released code does where
+    # it differs from its paper (recipe/compat.py); none: to the paper's
+    compat: Literal["none", "klear_repo"] = "none"
     model: ModelConfig
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     run: RunConfig = field(default_factory=RunConfig)

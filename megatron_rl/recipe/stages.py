@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_rl.recipe.batch import DynamicSamplingConfig, OverlongConfig, PromoteConfig, RescoreConfig
 from megatron_rl.recipe.dataset import ConversationConfig, DatasetConfig
 from megatron_rl.recipe.types import (
     Bool,
@@ -40,7 +41,7 @@ class ScheduleConfig:
     """Learning rate over the optimizer steps of the stage: linear warm-up, then `kind` down to `min_lr`.
 
     In RL it is laid out over iterations * updates_per_rollout steps. Iterations whose groups are dropped take
-    fewer, so its end may not be reached.
+    fewer, and `promote` may end the stage, so its end may not be reached. The next stage begins its own.
     """
 
     kind: Literal["constant", "cosine", "linear"] = "constant"
@@ -91,23 +92,36 @@ class AlgorithmConfig:
     advantage: Literal["group_std", "group_mean"] = "group_std"
     aggregate: Literal["token_mean", "sequence_mean"] = "token_mean"
     sft_on_positives: NonNegativeFloat = 0.0  # weight of the NLL on correct rollouts
-    drop_zero_advantage: Bool = True  # groups whose rollouts all got the same task verdict
+    drop_zero_advantage: Bool = True  # groups whose rollouts all had the same outcome; also all-correct ones
+    # what outcome means there, whatever the reward was made of. verdict: correct or not; score: the judge's own, such
+    # as a share of tests; all_pass: whether that score is 1
+    zero_advantage_by: Literal["verdict", "score", "all_pass"] = "verdict"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurriculumWindow:
-    """For `iterations` iterations draw only prompts with difficulty in [low, high]."""
+    """For `iterations` iterations draw only prompts in [low, high] of `difficulty` or of `pass_rate`, one of them."""
 
-    iterations: PositiveInt
-    difficulty: tuple[Float, Float]
+    iterations: PositiveInt  # at most, with `promote`
+    difficulty: tuple[Float, Float] | None = None  # of the row
+    pass_rate: tuple[Float, Float] | None = None  # 0 to 1: of the row, or as `rescore` measures it
+    promote: PromoteConfig | None = None  # null: the stage's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraderConfig:
-    """The process pool that grades answers."""
+    """The process pool that grades answers, and what the judge's score becomes in the reward of training.
+
+    Evaluation counts correct answers and knows neither `scale` nor the rules of tags.
+    """
 
     workers: PositiveInt = 1
     timeout_s: PositiveFloat = 5.0  # per answer; the worker is killed beyond it
+    scale: tuple[Float, Float] = (0.0, 1.0)  # score s counts as low + s * (high - low)
+    # a response without </think>, else one without <think>, is not correct and counts this much; null: no such rule.
+    # They are searched in the response alone: a chat template that opens <think> itself must not be used with them
+    missing_think_close: Float | None = None
+    missing_think_open: Float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +186,11 @@ class RlStage:
     tokens_per_microbatch: PositiveInt = 8192
     sampling: SamplingConfig
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    overlong: OverlongConfig | None = None
     curriculum: tuple[CurriculumWindow, ...] = ()  # empty: all prompts, always
+    promote: PromoteConfig | None = None  # of every window without its own; without windows, of the stage
+    rescore: RescoreConfig | None = None
     grader: GraderConfig = field(default_factory=GraderConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     optimizer: OptimizerConfig

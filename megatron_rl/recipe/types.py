@@ -25,6 +25,9 @@ Fraction = Annotated[
 Probability = Annotated[
     float, Field(strict=True, gt=0, le=1, allow_inf_nan=False, description="a number above 0 and at most 1")
 ]
+Share = Annotated[
+    float, Field(strict=True, ge=0, le=1, allow_inf_nan=False, description="a number from 0 to 1")
+]
 Bool = Annotated[bool, Field(strict=True, description="true or false")]
 Text = Annotated[str, Field(strict=True, min_length=1, description="text that is not empty")]
 # part of a directory name

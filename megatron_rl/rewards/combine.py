@@ -33,13 +33,16 @@ def check_reward_names(weights: Mapping[str, float], *, place: str = "rewards") 
 
 
 class RewardModel:
-    """Grades responses by every named reward: `score` = sum of weight * part, parts unweighted, 0 to 1."""
+    """Grades responses by every named reward: `score` = sum of weight * part, parts unweighted, 0 to 1.
+
+    `judge` is the name of the one that judges answers.
+    """
 
     def __init__(self, weights: Mapping[str, float], *, workers: int = 1, timeout_s: float = 5.0) -> None:
         """`workers` checking processes, each killed after `timeout_s` on one answer. Raises RecipeError."""
         check_reward_names(weights)
         self._weights = dict(weights)
-        self._judge = next(name for name in weights if REWARDS[name].judges_answers)
+        self.judge = next(name for name in weights if REWARDS[name].judges_answers)
         self._rewards: dict[str, Reward] = {name: REWARDS[name].build(workers, timeout_s) for name in weights}
 
     def grade(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
@@ -48,6 +51,10 @@ class RewardModel:
         return [
             self._combine({name: of[index] for name, of in grades.items()}) for index in range(len(inputs))
         ]
+
+    def weighted_sum(self, parts: Mapping[str, float]) -> float:
+        """The score of these parts, one per reward."""
+        return sum(self._weights[name] * parts[name] for name in self._weights)
 
     @property
     def num_restarts(self) -> int:
@@ -75,11 +82,13 @@ class RewardModel:
         return grades
 
     def _combine(self, grades: Mapping[str, Grade]) -> RewardResult:
-        judged = grades[self._judge]
+        judged = grades[self.judge]
         assert judged.verdict is not None
+        parts = {name: grade.score for name, grade in grades.items()}
         return RewardResult(
-            score=sum(self._weights[name] * grade.score for name, grade in grades.items()),
-            parts={name: grade.score for name, grade in grades.items()},
+            score=self.weighted_sum(parts),
+            parts=parts,
             verdict=judged.verdict,
+            task_score=judged.score,
             reason=judged.reason,
         )

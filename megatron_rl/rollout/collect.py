@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.data.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_rl.data.types import Completion, Prompt, RewardResult, Rollout, RolloutGroup
 from megatron_rl.errors import TrainingError
-from megatron_rl.rewards.combine import RewardModel
 from megatron_rl.rewards.protocol import RewardInput
 from megatron_rl.rollout.engine import GenerateRequest, RolloutEngine
 
 Span = Callable[[str], AbstractContextManager[None]]
+
+
+class Grader(Protocol):
+    """A `RewardModel`, or one seen through a mapping."""
+
+    def grade(self, inputs: Sequence[RewardInput]) -> list[RewardResult]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +40,7 @@ class Collector:
     def __init__(
         self,
         engine: RolloutEngine,
-        grader: RewardModel,
+        grader: Grader,
         tokenizer: Tokenizer,
         *,
         stop_token_ids: Sequence[int],

@@ -63,12 +63,17 @@ def split_updates(groups: Sequence[RolloutGroup], *, groups_per_update: int) -> 
 
 
 def rollout_samples(
-    groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
+    groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]], *, mask_truncated: bool = False
 ) -> list[TrainSample]:
-    """One sample per rollout; loss on the response alone. `advantages` follow the rollouts of each group."""
+    """One sample per rollout; loss on the response alone. `advantages` follow the rollouts of each group.
+
+    With `mask_truncated` there is none of a truncated rollout: it would cost a forward pass and add nothing.
+    """
     samples = []
     for group, group_advantages in zip(groups, advantages, strict=True):
         for rollout, advantage in zip(group.rollouts, group_advantages, strict=True):
+            if mask_truncated and rollout.completion.finish.is_truncated():
+                continue
             prompt_length, completion = len(rollout.prompt_token_ids), rollout.completion
             samples.append(
                 TrainSample(

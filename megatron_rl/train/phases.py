@@ -22,6 +22,7 @@ PHASES = (
     "data",
     "engines",  # their start
     "restart",  # of a lost engine
+    "rescore",  # of the prompts of a stage, before its first iteration
     "generate",
     "reward",
     "logprob",

@@ -21,6 +21,11 @@ class Progress:
     step: int = 0
     # of an RL stage: per curriculum window the seed, epoch and position of its prompts
     sampler: Mapping[str, Any] = field(default_factory=dict)
+    # of an RL stage, see data.promotion: iterations of its plan that were skipped, what the rule has seen
+    pace: Mapping[str, Any] = field(default_factory=dict)
+    # of an RL stage that re-scored its prompts: the file of pass rates and its sha256
+    rescored: Mapping[str, Any] = field(default_factory=dict)
+    skipped_before: int = 0  # iterations of the plan that earlier stages skipped
     # of the whole run so far, by what is counted
     counts: Mapping[str, int] = field(default_factory=dict)
     skipped_in_a_row: int = 0  # optimizer steps left out since the last one that was taken
@@ -32,6 +37,7 @@ class Progress:
         step: int,
         *,
         sampler: Mapping[str, Any] | None = None,
+        pace: Mapping[str, Any] | None = None,
         counts: Mapping[str, int] | None = None,
         skipped_in_a_row: int = 0,
         weight_version: int = 0,
@@ -45,6 +51,7 @@ class Progress:
             self,
             step=step,
             sampler=self.sampler if sampler is None else sampler,
+            pace=self.pace if pace is None else pace,
             counts=summed,
             skipped_in_a_row=skipped_in_a_row,
             weight_version=weight_version,
@@ -52,7 +59,7 @@ class Progress:
 
     def next_stage(self, stage: int) -> Progress:
         """Before the first step of a later stage; counts go on."""
-        return Progress(stage=stage, counts=self.counts)
+        return Progress(stage=stage, skipped_before=self.skipped_before + self.skipped, counts=self.counts)
 
     def on_data(self, digest: str, *, place: str) -> Progress:
         """With the digest of what the stage trains on; `place` is its key and file.
@@ -66,12 +73,21 @@ class Progress:
             )
         return replace(self, data=digest)
 
+    @property
+    def skipped(self) -> int:
+        """Iterations of the stage's plan that it skipped, so that iteration i is number i + skipped of the plan."""
+        return int(self.pace.get("skipped", 0))
+
+    def last_step(self, stages: Sequence[Stage]) -> int:
+        """The step after which the stage is over, as far as is known now."""
+        return stage_length(stages[self.stage]) - self.skipped
+
     def to_dict(self) -> dict[str, Any]:
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
     def global_step(self, stages: Sequence[Stage]) -> int:
-        """Position on the step axis, which counts on over all stages."""
-        return sum(stage_length(stage) for stage in stages[: self.stage]) + self.step
+        """Position on the step axis, which counts on over all stages and knows no step that was skipped."""
+        return sum(stage_length(stage) for stage in stages[: self.stage]) - self.skipped_before + self.step
 
 
 def _plain(value: Any) -> Any:
@@ -79,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 
 def stage_length(stage: Stage) -> int:
-    """Steps that a stage reports: optimizer steps of SFT, iterations of RL."""
+    """Steps of a stage's plan: optimizer steps of SFT, iterations of RL."""
     return stage.steps if isinstance(stage, SftStage) else stage.iterations
 
 

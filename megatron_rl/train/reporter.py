@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from megatron_rl.data.promotion import Promotion
 from megatron_rl.data.types import RolloutGroup
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.model.load_report import LoadReport
@@ -79,7 +80,7 @@ class Reporter:
     def start_stage(self, progress: Progress) -> None:
         self._console.begin(
             stage_label(self._stages, progress.stage),
-            total=stage_length(self._stages[progress.stage]),
+            total=progress.last_step(self._stages),
             done=progress.step,
         )
 
@@ -97,7 +98,7 @@ class Reporter:
             for result in self._pending:
                 self._records.write_eval(result, stage=label)
         self._pending = []
-        self._console.step(progress.step, stage_length(self._stages[progress.stage]), shown)
+        self._console.step(progress.step, progress.last_step(self._stages), shown)
 
     def starting_point(self, progress: Progress, results: Sequence[EvalResult]) -> None:
         """Evaluations before the first step of a stage."""
@@ -122,7 +123,12 @@ class Reporter:
         """RL iterations done in all stages so far."""
         stages = self._stages[: progress.stage + 1]
         done = [progress.step if i == progress.stage else stage_length(s) for i, s in enumerate(stages)]
-        return sum(count for count, stage in zip(done, stages, strict=True) if stage.kind == "rl")
+        planned = sum(count for count, stage in zip(done, stages, strict=True) if stage.kind == "rl")
+        return planned - progress.skipped_before
+
+    def promotion(self, progress: Progress, promotion: Promotion) -> None:
+        """A window that ended early with the step that led to `progress`."""
+        self.say(f"{stage_label(self._stages, progress.stage)} iteration {progress.step}: {promotion}")
 
     def plan(self, plan: ReshardPlan) -> None:
         if self._records is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from megatron_rl.data.promotion import observe, promotion_metrics
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.progress import Progress
 from megatron_rl.train.rl_data import RlData
 from megatron_rl.train.rl_metrics import iteration_counts, iteration_metrics, num_tokens
 from megatron_rl.train.rl_session import RlSession
-from megatron_rl.train.updates import add_old_logprobs, apply_update, informative_groups, plan_updates
+from megatron_rl.train.updates import add_old_logprobs, apply_update, plan_updates
 
 
 def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunContext) -> Progress:
@@ -23,12 +24,13 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
     run.phases.enter("engines")
     with RlSession(stage, data, progress, run) as session:
         run.reporter.start_stage(progress)
-        for iteration in range(progress.step, stage.iterations):
+        progress = session.progress
+        while progress.step < progress.last_step(run.recipe.stages):
+            iteration = progress.step
             meter = run.begin_step(progress, iteration + 1, phase="generate")
 
-            groups = session.collect(iteration, meter)
-            kept = informative_groups(groups, drop_zero_advantage=stage.algorithm.drop_zero_advantage)
-            updates = plan_updates(kept, stage, run.layout, dp_rank=policy.dp_rank)
+            collected = session.collect(progress, meter)
+            updates = plan_updates(collected.kept, stage, run.layout, dp_rank=policy.dp_rank)
 
             # old log-probs of every update come before the first one changes the weights
             with meter.span("logprob"):
@@ -38,17 +40,23 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
             with meter.span("sync"):
                 transfer = session.push_weights(progress.advanced(iteration + 1))
 
-            metrics = iteration_metrics(groups, kept, updates, steps, policy=policy) | transfer
-            metrics |= meter.metrics(tokens=num_tokens(groups))
+            metrics = iteration_metrics(collected, updates, steps, policy=policy) | transfer
+            metrics |= meter.metrics(tokens=num_tokens(collected.groups))
+            pace, promotion = observe(progress.pace, stage, iteration, metrics)
+            metrics |= promotion_metrics(stage, progress.pace, iteration, promotion)
             progress = progress.advanced(
                 iteration + 1,
                 sampler=session.sampler_state(),
-                counts=iteration_counts(groups, kept, steps),
+                pace=pace,
+                counts=iteration_counts(collected, steps),
                 skipped_in_a_row=policy.optimizer.skipped_in_a_row,
                 weight_version=policy.optimizer.num_steps,
             )
-            run.reporter.rollouts(progress, groups)
-            metrics |= session.evaluate_if_due(iteration + 1)
-            metrics |= session.fault_metrics()
-            run.finish_step(progress, metrics, total=stage.iterations)
+            run.reporter.rollouts(progress, collected.groups)
+            total = progress.last_step(run.recipe.stages)
+            metrics |= session.evaluate_if_due(iteration + 1, total=total)
+            metrics |= session.rescore_metrics() | session.fault_metrics()
+            if promotion is not None:
+                run.reporter.promotion(progress, promotion)
+            run.finish_step(progress, metrics, total=total)
     return progress

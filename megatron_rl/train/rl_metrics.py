@@ -12,15 +12,15 @@ from megatron_rl.algo.losses import mismatch_metrics
 from megatron_rl.algo.metric import Metric
 from megatron_rl.data.types import RolloutGroup, Verdict
 from megatron_rl.parallel.collectives import all_gather_object
+from megatron_rl.train.groups import Collected, is_graded
 from megatron_rl.train.metrics import merge
 from megatron_rl.train.optimizer import SKIPPED
 from megatron_rl.train.policy import Policy
-from megatron_rl.train.updates import Update, is_graded, is_uninformative, logprob_gaps
+from megatron_rl.train.updates import Update, logprob_gaps
 
 
 def iteration_metrics(
-    groups: Sequence[RolloutGroup],
-    kept: Sequence[RolloutGroup],
+    collected: Collected,
     updates: Sequence[Update],
     steps: Sequence[Sequence[Sequence[Metric]]],
     *,
@@ -35,8 +35,8 @@ def iteration_metrics(
         # a sum over micro-batches is the loss of a step; over several steps their mean is wanted
         losses["policy/loss"] /= len(steps)
     return {
-        **rollout_metrics(groups),
-        "reward/dropped_frac": 1.0 - len(kept) / len(groups),
+        **rollout_metrics(collected.groups),
+        **collected.metrics,
         **losses,
         **merge([mismatch_metrics(gaps)]),
         "policy/updates": float(len(steps)),
@@ -44,19 +44,14 @@ def iteration_metrics(
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Rewards and lengths over all rollouts, before any group was dropped.
-
-    `reward/zero_advantage_frac` is over the groups whose grader worked; 0 when it worked for none.
-    """
+    """Rewards and lengths over all rollouts, before any group was dropped."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [rollout.reward.score for rollout in rollouts]
     lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
     verdicts = Counter(rollout.reward.verdict for rollout in rollouts)
-    graded = [group for group in groups if is_graded(group)]
     metrics = {
         "reward/mean": fmean(scores),
         "reward/std": pstdev(scores),
-        "reward/zero_advantage_frac": fmean(map(is_uninformative, graded)) if graded else 0.0,
         "rollout/tokens": float(sum(lengths)),
         "rollout/response_tokens_mean": fmean(lengths),
         "rollout/truncated_frac": fmean(rollout.completion.finish.is_truncated() for rollout in rollouts),
@@ -69,19 +64,17 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return metrics
 
 
-def iteration_counts(
-    groups: Sequence[RolloutGroup],
-    kept: Sequence[RolloutGroup],
-    steps: Sequence[Sequence[Sequence[Metric]]],
-) -> dict[str, int]:
+def iteration_counts(collected: Collected, steps: Sequence[Sequence[Sequence[Metric]]]) -> dict[str, int]:
     """What one iteration adds to the counts of the run. A prompt is one group."""
+    groups = collected.groups
     skipped = sum(metric.name == SKIPPED for step in steps for part in step for metric in part)
     ungraded = sum(not is_graded(group) for group in groups)
     return {
         "prompts": len(groups),
         "rollouts": sum(len(group.rollouts) for group in groups),
         "dropped_ungraded": ungraded,
-        "dropped_uninformative": len(groups) - ungraded - len(kept),
+        "dropped_uninformative": len(groups) - ungraded - len(collected.kept) - collected.num_cut,
+        **collected.counts,
         "updates": len(steps) - skipped,
         **({"skipped_steps": skipped} if skipped else {}),
     }

@@ -6,28 +6,34 @@ The driving rank (0) owns engines, graders and prompts; the other ranks take par
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from megatron_rl.data.chat import stop_token_ids
 from megatron_rl.data.seeds import derive_seed
-from megatron_rl.data.types import RolloutGroup
+from megatron_rl.data.types import Prompt, RolloutGroup
+from megatron_rl.recipe.amounts import prompts_drawn
+from megatron_rl.recipe.batch import RescoreConfig
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.rewards.combine import RewardModel
+from megatron_rl.rewards.mapping import MappedRewards, RewardMapping
 from megatron_rl.rollout.collect import Collector, Draw
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.eval_result import EvalResult
 from megatron_rl.train.evaluate import evaluate
+from megatron_rl.train.groups import Collected, collect_groups
 from megatron_rl.train.live_engines import LiveEngines
 from megatron_rl.train.metrics import Meter
 from megatron_rl.train.parity import SAMPLED_TOKENS, ParityGate
-from megatron_rl.train.progress import Progress
-from megatron_rl.train.rl_data import RlData
+from megatron_rl.train.progress import Progress, stage_label
+from megatron_rl.train.rescore import PromptScore, Rescored, read_rescored, score_group, write_rescored
+from megatron_rl.train.rl_data import RlData, narrowed
 
 ENGINES = {"vllm": VllmEngine.start}  # engine.kind of the recipe: how to start it
 
@@ -39,8 +45,17 @@ class RlSession:
         """`data` on the driving rank alone; its sampler is set to where `progress` stands."""
         self._stage, self._data, self._run, self._progress = stage, data, run, progress
         self._closing = ExitStack()
-        if data is not None and progress.sampler:
-            data.sampler.load_state_dict(progress.sampler)
+        self._rescore_metrics: dict[str, float] = {}
+        self._parity_prompts = data.parity_prompts() if data is not None else ()
+        if data is not None and progress.rescored:
+            self._data = self._narrowed(data, read_rescored(run.run_dir, progress.rescored))
+        if self._data is not None and progress.sampler:
+            self._data.sampler.load_state_dict(progress.sampler)
+
+    @property
+    def progress(self) -> Progress:
+        """Where the stage stands once the session is entered: re-scoring is part of it."""
+        return self._progress
 
     def __enter__(self) -> RlSession:
         with ExitStack() as opening:
@@ -77,11 +92,19 @@ class RlSession:
                 log_dir=run.run_dir / "logs",
             )
             opening.callback(engine.close)
+            stops = stop_token_ids(run.tokenizer)
+            # evaluation asks what is correct, training what it is worth
+            self._eval_collector = Collector(engine, grader, run.tokenizer, stop_token_ids=stops)
+            mapping = RewardMapping(
+                scale=stage.grader.scale,
+                missing_think_close=stage.grader.missing_think_close,
+                missing_think_open=stage.grader.missing_think_open,
+            )
             self._collector = Collector(
-                engine, grader, run.tokenizer, stop_token_ids=stop_token_ids(run.tokenizer)
+                engine, MappedRewards(grader, mapping), run.tokenizer, stop_token_ids=stops
             )
         # the other ranks wait here until the engines run
-        prompts = run.from_driver(self._data.parity_prompts() if self._data else ())
+        prompts = run.from_driver(self._parity_prompts)
         self._weight_version = -1
         sync = WeightSync(
             run.policy.named_params,
@@ -107,6 +130,8 @@ class RlSession:
         )
         self._engines = LiveEngines(engine, sync, parity, restarts=stage.engine.restarts, run=run)
         self.push_weights(self._progress)
+        if stage.rescore is not None and not self._progress.rescored:
+            self._rescore(stage.rescore)
         if self._progress.step == 0:
             run.reporter.starting_point(self._progress, self._evaluate(0))
 
@@ -129,25 +154,81 @@ class RlSession:
             **verdict.metrics(),
         }
 
-    def collect(self, iteration: int, meter: Meter) -> list[RolloutGroup]:
-        """Draw prompts, sample, grade; the same groups on every rank. Collective."""
+    def _rescore(self, config: RescoreConfig) -> None:
+        """Measure every prompt with the weights that the engines have, keep those in the limits. Collective."""
+        run, stage = self._run, self._stage
+        run.phases.enter("rescore")
+        prompts = self._data.prompts.prompts if self._data is not None else ()
+        count = run.from_driver(len(prompts))
+        run.reporter.say(f"re-scoring {count} prompts with {config.samples} samples each")
+        # as many rollouts at a time as an iteration has, which engine.request_timeout_s is set for
+        size = max(1, prompts_drawn(stage) * stage.group_size // config.samples)
+        scores = [
+            score
+            for first in range(0, count, size)
+            for score in self._score(prompts[first : first + size], config)
+        ]
+        rescored = Rescored(scores=tuple(scores))
+        record: dict[str, Any] = {}
+        if self._data is not None:
+            self._data = self._narrowed(self._data, rescored)
+            label = stage_label(run.recipe.stages, self._progress.stage)
+            record = write_rescored(run.run_dir, label, rescored)
+        self._progress = replace(self._progress, rescored=run.from_driver(record))
+        self._rescore_metrics = rescored.metrics()
+        run.reporter.say(str(rescored))
+
+    def _score(self, prompts: Sequence[Prompt], config: RescoreConfig) -> list[PromptScore]:
         if self._data is None:
             return self._engines.ask(None)
-        sampling = self._stage.sampling
-        draw = Draw(
-            samples=self._stage.group_size,
-            seed=partial(derive_seed, self._run.recipe.run.seed, self._progress.stage, iteration),
-            max_tokens=sampling.max_response_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-        )
-        prompts = self._data.sampler.take(iteration, self._stage.prompts_per_iteration)
+        token_ids, draw = self._data.prompts.token_ids, self._draw(config.samples, "rescore")
+        span = Meter().span
+
+        def work() -> list[PromptScore]:
+            version = self._weight_version
+            groups = self._collector.collect(prompts, token_ids, draw, weight_version=version, span=span)
+            return [score_group(group, config) for group in groups]
+
+        return self._engines.ask(work)
+
+    def _narrowed(self, data: RlData, rescored: Rescored) -> RlData:
+        seed, stage = self._run.recipe.run.seed, self._progress.stage
+        return narrowed(data, self._stage, rescored.rates, run_seed=seed, stage_index=stage)
+
+    def rescore_metrics(self) -> dict[str, float]:
+        """What re-scoring measured, for the first iteration after it; nothing afterwards."""
+        metrics, self._rescore_metrics = self._rescore_metrics, {}
+        return metrics
+
+    def collect(self, progress: Progress, meter: Meter) -> Collected:
+        """Draw prompts, sample, grade, in one round or several; the same groups on every rank. Collective."""
+        return collect_groups(partial(self._collect_round, progress, meter), self._stage)
+
+    def _collect_round(self, progress: Progress, meter: Meter, number: int) -> list[RolloutGroup]:
+        """Round `number` of the iteration after `progress`. Its prompts are drawn, trained on or not."""
+        if self._data is None:
+            return self._engines.ask(None)
+        # a prompt that comes up again in a later round gets other samples
+        place = (progress.step,) if number == 0 else (progress.step, "round", number)
+        draw = self._draw(self._stage.group_size, *place)
+        prompts = self._data.sampler.take(progress.step + progress.skipped, prompts_drawn(self._stage))
         token_ids = self._data.prompts.token_ids
         return self._engines.ask(
             lambda: self._collector.collect(
                 prompts, token_ids, draw, weight_version=self._weight_version, span=meter.span
             )
+        )
+
+    def _draw(self, samples: int, *place: int | str) -> Draw:
+        """As in training; `place` makes the seeds, with those of the run, the stage, the prompt and the sample."""
+        sampling = self._stage.sampling
+        return Draw(
+            samples=samples,
+            seed=partial(derive_seed, self._run.recipe.run.seed, self._progress.stage, *place),
+            max_tokens=sampling.max_response_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
         )
 
     def sampler_state(self) -> Mapping[str, Any]:
@@ -164,10 +245,10 @@ class RlSession:
         }
         return {name: float(count) for name, count in counts.items() if count}
 
-    def evaluate_if_due(self, iteration: int) -> dict[str, float]:
-        """Evaluate after every `eval.every` iterations and after the last. Collective."""
+    def evaluate_if_due(self, iteration: int, *, total: int) -> dict[str, float]:
+        """Evaluate after every `eval.every` iterations and after the last, number `total`. Collective."""
         config = self._stage.eval
-        if config is None or (iteration % config.every and iteration != self._stage.iterations):
+        if config is None or (iteration % config.every and iteration != total):
             return {}
         began = time.monotonic()
         self._run.reporter.evaluation(self._evaluate(iteration))
@@ -183,7 +264,7 @@ class RlSession:
         sets = self._data.eval_sets
         return self._engines.ask(
             lambda: evaluate(
-                self._collector,
+                self._eval_collector,
                 sets,
                 config,
                 max_tokens=self._stage.sampling.max_response_tokens,

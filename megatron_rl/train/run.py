@@ -23,7 +23,7 @@ from megatron_rl.parallel.groups import (
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
 from megatron_rl.platform.determinism import is_deterministic, make_deterministic
-from megatron_rl.recipe.load import LoadedRecipe
+from megatron_rl.recipe.load import LoadedRecipe, compat_line
 from megatron_rl.recipe.resolve import run_layout
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import SftStage
@@ -31,7 +31,7 @@ from megatron_rl.rollout.replicas import check_hosts
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.launcher import free_port
 from megatron_rl.train.policy import Policy
-from megatron_rl.train.progress import Progress, stage_label, stage_length
+from megatron_rl.train.progress import Progress, stage_label
 from megatron_rl.train.rank_process import RankEnvironment, RankProcess
 from megatron_rl.train.reporter import Reporter
 from megatron_rl.train.rl import run_rl
@@ -60,6 +60,8 @@ def run_training(loaded: LoadedRecipe, *, resume: bool, process: RankProcess) ->
         checkpoints,
     ):
         reporter.say(f"run directory: {run_dir}")
+        if line := compat_line(loaded):
+            reporter.say(line)
         port = int(os.environ.get("MASTER_PORT", 0)) or free_port()
         layout = _set_up_process(recipe, place, port)
         with Watchdog(
@@ -84,7 +86,7 @@ def _run_stages(progress: Progress, run: RunContext) -> None:
     remaining = [
         index
         for index in range(progress.stage, len(stages))
-        if not (index == progress.stage and progress.step == stage_length(stages[index]))
+        if not (index == progress.stage and progress.step == progress.last_step(stages))
     ]
     if not remaining:
         run.reporter.say(

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.advantages import ADVANTAGES, is_zero_advantage
+from megatron_rl.algo.advantages import ADVANTAGES
 from megatron_rl.algo.aggregate import normaliser, positive_normaliser
 from megatron_rl.algo.losses import policy_loss
 from megatron_rl.algo.metric import Metric
@@ -19,6 +19,7 @@ from megatron_rl.data.types import PackedBatch, RolloutGroup, TrainSample
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.train.batches import local_batches, rollout_samples, split_updates
+from megatron_rl.train.groups import masks_truncated
 from megatron_rl.train.optimizer import SKIPPED
 from megatron_rl.train.policy import LossFunction, Policy
 
@@ -29,22 +30,6 @@ class Update:
 
     samples: Sequence[TrainSample]
     batches: Sequence[PackedBatch]
-
-
-def is_graded(group: RolloutGroup) -> bool:
-    """Whether the task grader judged every rollout; a group of guesses and failures must not be trained on."""
-    return all(rollout.reward.verdict.is_usable() for rollout in group.rollouts)
-
-
-def is_uninformative(group: RolloutGroup) -> bool:
-    """Whether the task grader said the same of every rollout."""
-    return is_zero_advantage([rollout.reward.verdict for rollout in group.rollouts])
-
-
-def informative_groups(groups: Sequence[RolloutGroup], *, drop_zero_advantage: bool) -> list[RolloutGroup]:
-    """Groups to train on: those whose grader worked, and (if asked) whose rollouts differ in its verdict."""
-    graded = [group for group in groups if is_graded(group)]
-    return [group for group in graded if not is_uninformative(group)] if drop_zero_advantage else graded
 
 
 def plan_updates(
@@ -59,7 +44,7 @@ def plan_updates(
     per_update = stage.prompts_per_iteration // stage.updates_per_rollout
     for part in split_updates(groups, groups_per_update=per_update):
         advantages = [advantages_of([rollout.reward.score for rollout in group.rollouts]) for group in part]
-        samples = rollout_samples(part, advantages)
+        samples = rollout_samples(part, advantages, mask_truncated=masks_truncated(stage))
         if not any(sample.num_trained_tokens for sample in samples):
             continue
         batches = local_batches(

@@ -82,6 +82,7 @@ def _group(
                     score=float(is_correct) + 0.1 * draw.random(),
                     parts={},
                     verdict=Verdict.CORRECT if is_correct else Verdict.WRONG,
+                    task_score=float(is_correct),
                 ),
             )
         )

@@ -32,6 +32,8 @@ def _shortened(stage: Stage) -> Stage:
         iterations=iterations,
         schedule=_schedule(stage.schedule, iterations * stage.updates_per_rollout),
         curriculum=_windows(stage.curriculum, iterations),
+        # every step that a kill is planned for has to come
+        promote=None,
         eval=_eval(stage.eval),
     )
 
@@ -46,7 +48,9 @@ def _windows(windows: Sequence[CurriculumWindow], iterations: int) -> tuple[Curr
     shares = (
         [iterations // len(kept) + (i < iterations % len(kept)) for i in range(len(kept))] if kept else []
     )
-    return tuple(replace(window, iterations=share) for window, share in zip(kept, shares, strict=True))
+    return tuple(
+        replace(window, iterations=share, promote=None) for window, share in zip(kept, shares, strict=True)
+    )
 
 
 def _eval(config: EvalConfig | None) -> EvalConfig | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.recipe.batch import OverlongConfig
 from megatron_rl.recipe.dataset import DatasetConfig
 from megatron_rl.recipe.origins import leaves
 from megatron_rl.recipe.schema import LayoutConfig, Recipe
@@ -99,7 +100,10 @@ class _Cutter:
 
     def _rl(self, index: int, stage: RlStage) -> RlStage:
         prompts = self._place / f"stage_{index}_prompts.jsonl"
-        longest = self._cut(stage.prompts, prompts, stage, stage.dataset, stage.curriculum)
+        # a random model measures no pass rates that a window could mean
+        is_measured = stage.rescore is not None and any(window.pass_rate for window in stage.curriculum)
+        windows = () if is_measured else stage.curriculum
+        longest = self._cut(stage.prompts, prompts, stage, stage.dataset, windows)
         sets = {}
         for name, path in stage.eval.sets.items() if stage.eval else ():
             sets[name] = str(self._place / f"stage_{index}_eval_{name}.jsonl")
@@ -123,6 +127,11 @@ class _Cutter:
             updates_per_rollout=updates,
             tokens_per_microbatch=self._rounded(2 * (longest + response), self._multiple),
             sampling=replace(stage.sampling, max_prompt_tokens=longest, max_response_tokens=response),
+            # rounds until outcomes differ would have no end
+            dynamic_sampling=None,
+            overlong=_overlong(stage.overlong, response),
+            curriculum=windows,
+            rescore=replace(stage.rescore, samples=2, drop_below=0.0) if stage.rescore else None,
             grader=replace(stage.grader, workers=1),
             engine=replace(
                 stage.engine,
@@ -158,6 +167,12 @@ class _Cutter:
 
     def _rounded(self, value: int, of: int) -> int:
         return -(-value // of) * of
+
+
+def _overlong(overlong: OverlongConfig | None, response: int) -> OverlongConfig | None:
+    if overlong is None or overlong.kind != "penalty":
+        return overlong
+    return replace(overlong, buffer_tokens=min(overlong.buffer_tokens, response))
 
 
 def _differences(recipe: Recipe, small: Recipe) -> list[str]:

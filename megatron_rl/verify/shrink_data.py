@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megatron_rl.data.chat import render_prompt
+from megatron_rl.data.curriculum import is_in_window, window_bounds
 from megatron_rl.data.prompts import prompts_from_rows
 from megatron_rl.data.rows import Row, read_rows
 from megatron_rl.data.sft_data import build_sft_data
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.data.types import Prompt
 from megatron_rl.errors import DataError
 from megatron_rl.recipe.dataset import DatasetConfig
 from megatron_rl.recipe.stages import CurriculumWindow, SftStage
@@ -62,7 +62,7 @@ def cut_prompts(
 
     def length(row: Row, window: CurriculumWindow | None) -> int | None:
         prompts, _, _ = prompts_from_rows([row], dataset=dataset, template=template)
-        if not prompts or not _is_in(prompts[0], window):
+        if not prompts or (window is not None and not is_in_window(prompts[0], window, {})):
             return None
         return len(render_prompt(tokenizer, prompts[0].messages))
 
@@ -76,18 +76,11 @@ def cut_prompts(
             limits=(_PROMPT_TOKENS, max_tokens),
         )
         if not found:
-            where = "" if window is None else f" with a difficulty in {list(window.difficulty)}"
+            where = "" if window is None else " with a {} in {}".format(*window_bounds(window))
             raise DataError(f"{source}: no prompt of at most {max_tokens} tokens{where}")
         chosen += [pair for pair in found if pair not in chosen]
     _write(out, (row for row, _ in chosen))
     return max(tokens for _, tokens in chosen)
-
-
-def _is_in(prompt: Prompt, window: CurriculumWindow | None) -> bool:
-    if window is None:
-        return True
-    low, high = window.difficulty
-    return prompt.difficulty is not None and low <= prompt.difficulty <= high
 
 
 def _first(

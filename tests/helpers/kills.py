@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_rl.model.checkpoint_files import find_latest
 from megatron_rl.train.phases import Phase, read_phase
 from tests.helpers.processes import ended, processes_of, wait_for
-from tests.helpers.quickstart import ROOT, start
+from tests.helpers.quickstart import RECIPE, ROOT, start
 
 _PAUSES = Path(__file__).parent / "pauses"
 _TIMEOUT_S = 600.0  # from a start to the moment of the kill; seconds on a machine that has nothing else to do
@@ -60,7 +60,12 @@ class Attempt:
 
 
 def kill_and_resume(
-    place: Path, run_dir: Path, kills: Sequence[Kill], *options: str, steps_before: dict[int, int]
+    place: Path,
+    run_dir: Path,
+    kills: Sequence[Kill],
+    *options: str,
+    steps_before: dict[int, int],
+    recipe: Path = RECIPE,
 ) -> Iterator[Attempt]:
     """Start the run or resume it, kill it as the plan says, and again for the next kill; yields each attempt.
 
@@ -72,7 +77,7 @@ def kill_and_resume(
         began_at = 0 if saved is None else steps_before[saved.progress["stage"]] + saved.progress["step"]
         resume = ("--resume",) if run_dir.exists() else ()
         since = time.time()
-        with _running(place, run_dir, kill, *options, *kill.options, *resume) as process:
+        with _running(place, run_dir, kill, *options, *kill.options, *resume, recipe=recipe) as process:
             _wait_until(kill, process, run_dir, since=since, steps=began_at + kill.after)
             shared = shared_memory_of(run_dir)
             _kill_all(process, run_dir)
@@ -83,7 +88,9 @@ def kill_and_resume(
 
 
 @contextmanager
-def _running(place: Path, run_dir: Path, kill: Kill, *options: str) -> Iterator[subprocess.Popen[str]]:
+def _running(
+    place: Path, run_dir: Path, kill: Kill, *options: str, recipe: Path
+) -> Iterator[subprocess.Popen[str]]:
     environment = {}
     if kill.moment in OPERATIONS:
         event, pattern = OPERATIONS[kill.moment]
@@ -93,7 +100,7 @@ def _running(place: Path, run_dir: Path, kill: Kill, *options: str) -> Iterator[
             "PYTHONPATH": os.pathsep.join(paths),
             "MEGATRON_RL_TEST_PAUSE": f"{event}|{pattern}|{kill.after}|{_pause_file(run_dir)}",
         }
-    process = start(place, run_dir, *options, environment=environment)
+    process = start(place, run_dir, *options, recipe=recipe, environment=environment)
     try:
         yield process
     finally:

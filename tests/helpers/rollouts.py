@@ -26,6 +26,7 @@ def group(name: str, verdicts: Sequence[Verdict], *, response_tokens: int = 3) -
                 score=float(verdict.is_correct()),
                 parts={"math_answer": float(verdict.is_correct())},
                 verdict=verdict,
+                task_score=float(verdict.is_correct()),
             ),
         )
         for index, verdict in enumerate(verdicts)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_rl.data.curriculum import CurriculumSampler
+from megatron_rl.data.curriculum import CurriculumSampler, row_pass_rate
 from megatron_rl.data.types import Prompt
 from megatron_rl.errors import DataError, RecipeError
 from megatron_rl.recipe.stages import CurriculumWindow
@@ -94,3 +94,43 @@ def test_iteration_beyond_the_last_window_is_an_error():
 def test_empty_pool_is_an_error():
     with pytest.raises(DataError, match="got 0 prompts"):
         CurriculumSampler([], [], 1)
+
+
+def rated(count=8, **meta):
+    return [
+        Prompt(
+            id=str(i),
+            messages=[{"role": "user", "content": "1"}],
+            answer=1,
+            meta={**meta, "pass_rate": i / 8},
+        )
+        for i in range(count)
+    ]
+
+
+def test_a_window_of_pass_rates_draws_the_prompts_in_it():
+    windows = [CurriculumWindow(iterations=1, pass_rate=(0.25, 0.5))]
+    assert {prompt.id for prompt in CurriculumSampler(rated(), windows, 1).take(0, 3)} == {"2", "3", "4"}
+
+
+def test_measured_pass_rates_count_instead_of_those_of_the_rows():
+    windows = [CurriculumWindow(iterations=1, pass_rate=(0.9, 1.0))]
+    sampler = CurriculumSampler(rated(), windows, 1, pass_rates={"0": 1.0, "5": 0.95, "6": 0.1})
+    assert {prompt.id for prompt in sampler.take(0, 2)} == {"0", "5"}
+
+
+@pytest.mark.parametrize(
+    ("meta", "rate"),
+    [
+        ({"pass_rate": 0.5}, 0.5), ({"llama8b_solve_rate": 1}, 1.0), ({"pass_rate_72b_tir": "0.65625"}, 0.65625),
+        ({"pass_rate_72b_tir": "n/a"}, None), ({"pass_rate": 12}, None), ({"pass_rate": True}, None), ({}, None),
+    ],
+)  # fmt: skip
+def test_pass_rates_are_read_under_the_names_of_public_data_sets(meta, rate):
+    assert row_pass_rate(Prompt(id="p", messages=[], answer=1, meta=meta)) == rate
+
+
+def test_prompts_without_pass_rate_are_an_error_that_names_re_scoring():
+    windows = [CurriculumWindow(iterations=1, pass_rate=(0.0, 1.0))]
+    with pytest.raises(DataError, match=r"40 of 40 prompts carry no pass_rate .*set `rescore` to measure it"):
+        CurriculumSampler(PROMPTS, windows, 1)

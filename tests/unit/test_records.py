@@ -43,7 +43,9 @@ def rollout(text, *, finish=Finish.STOP):
         sample_index=3,
         completion=Completion(token_ids=[5, 6], logprobs=[-0.1, -0.2], finish=finish, weight_version=12),
         text=text,
-        reward=RewardResult(score=1.1, parts={"math_answer": 1.0, "format": 1.0}, verdict=Verdict.CORRECT),
+        reward=RewardResult(
+            score=1.1, parts={"math_answer": 1.0, "format": 1.0}, verdict=Verdict.CORRECT, task_score=1.0
+        ),
     )
 
 

@@ -27,7 +27,8 @@ ALIASES = {name: {name} for name in CONFIGS} | {"Stage": {"SftStage", "RlStage"}
 # checking a value is no use of it
 NOT_READERS = [
     "megatron_rl.recipe.schema", "megatron_rl.recipe.stages", "megatron_rl.recipe.checks",
-    "megatron_rl.recipe.origins", "megatron_rl.recipe.summary",
+    "megatron_rl.recipe.origins", "megatron_rl.recipe.summary", "megatron_rl.recipe.batch",
+    "megatron_rl.recipe.batch_checks",
 ]  # fmt: skip
 
 

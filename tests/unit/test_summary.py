@@ -63,7 +63,7 @@ def rollout(text, index):
         sample_index=index,
         completion=Completion(token_ids=[1], logprobs=[0.0], finish=Finish.STOP, weight_version=3),
         text=text,
-        reward=RewardResult(score=0.0, parts={"math_answer": 0.0}, verdict=Verdict.WRONG),
+        reward=RewardResult(score=0.0, parts={"math_answer": 0.0}, verdict=Verdict.WRONG, task_score=0.0),
     )
 
 

@@ -8,15 +8,20 @@ from itertools import chain
 import pytest
 
 from megatron_rl.algo.metric import Metric
-from megatron_rl.data.types import Verdict
+from megatron_rl.data.types import RolloutGroup, Verdict
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.stages import OptimizerConfig, RlStage, SamplingConfig
 from megatron_rl.train.batches import local_batches, rollout_samples, split_updates
+from megatron_rl.train.groups import Collected, informative_groups, outcome_metrics
 from megatron_rl.train.rl_metrics import iteration_counts, num_tokens, rollout_metrics
-from megatron_rl.train.updates import informative_groups, plan_updates
+from megatron_rl.train.updates import plan_updates
 from tests.helpers.rollouts import group
 
 C, W = Verdict.CORRECT, Verdict.WRONG
+
+
+def collected(groups: list[RolloutGroup], kept: list[RolloutGroup]) -> Collected:
+    return Collected(groups=groups, kept=kept, metrics={}, counts={})
 
 
 def test_groups_whose_verdicts_agree_are_dropped_only_on_request() -> None:
@@ -44,7 +49,7 @@ def test_an_iteration_counts_prompts_rollouts_and_why_groups_were_dropped() -> N
     ]
     kept = informative_groups(groups, drop_zero_advantage=True)
     taken, skipped = (Metric(name=name, value=1.0, reduce="max") for name in ("optim/lr", "optim/skipped"))
-    assert iteration_counts(groups, kept, [[[taken]], [[taken, skipped]]]) == {
+    assert iteration_counts(collected(groups, kept), [[[taken]], [[taken, skipped]]]) == {
         "prompts": 4,
         "rollouts": 8,
         "dropped_ungraded": 1,
@@ -124,7 +129,7 @@ def test_rollout_metrics_count_every_rollout_before_groups_are_dropped() -> None
     metrics = rollout_metrics(groups)
     assert metrics["reward/mean"] == 0.5
     # the third group was not graded, so it says nothing about advantages
-    assert metrics["reward/zero_advantage_frac"] == 0.5
+    assert outcome_metrics(groups, by="verdict")["reward/zero_advantage_frac"] == 0.5
     assert metrics["reward/no_answer_frac"] == metrics["reward/error_frac"] == pytest.approx(1 / 6)
     assert metrics["rollout/tokens"] == 18
     assert metrics["rollout/response_tokens_mean"] == 3
@@ -149,7 +154,7 @@ def test_a_skipped_update_is_counted_apart_from_those_that_were_taken() -> None:
     groups = [group("mixed", [C, W]), group("all right", [C, C]), group("failed", [C, Verdict.ERROR])]
     taken = [[Metric(name="policy/grad_norm", value=1.0, reduce="mean")]]
     skipped = [[Metric(name="optim/skipped", value=1.0, reduce="sum")]]
-    counts = iteration_counts(groups, groups[:1], [taken, skipped])
+    counts = iteration_counts(collected(groups, groups[:1]), [taken, skipped])
     taken_and_dropped = {
         "prompts": 3,
         "rollouts": 6,
@@ -158,4 +163,4 @@ def test_a_skipped_update_is_counted_apart_from_those_that_were_taken() -> None:
         "updates": 1,
     }
     assert counts == taken_and_dropped | {"skipped_steps": 1}
-    assert "skipped_steps" not in iteration_counts(groups, groups[:1], [taken])
+    assert "skipped_steps" not in iteration_counts(collected(groups, groups[:1]), [taken])
