@@ -25,6 +25,7 @@ _GONE_S = 20.0  # for killed processes to be gone
 _SHOWN_LINES = 15
 # by kind of stage; the first ones belong to no step
 _SETUP = ("load", "data", "engines")
+_ENDING = ("export", "stop")
 _PHASES = {
     "sft": ("load", "data", "train", "save"),
     "rl": ("engines", "generate", "reward", "logprob", "train", "sync", "save"),
@@ -78,6 +79,9 @@ def is_due(moment: Moment, phase: Phase, labels: Sequence[str]) -> bool:
     if phase.stage not in labels:
         return False
     place = (labels.index(phase.stage), phase.step)
+    if phase.phase in _ENDING:
+        # of the last step, whose phases may all be over before they are seen
+        return place >= (moment.stage, moment.step)
     wanted = (moment.stage, moment.step)
     return place > wanted or (place == wanted and phase.phase == moment.phase)
 

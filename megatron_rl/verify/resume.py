@@ -23,6 +23,7 @@ from megatron_rl.verify.runs import (
     exact_faults,
     steps_table,
 )
+from megatron_rl.verify.shorten import with_coin
 from megatron_rl.verify.table import NOT_RUN, PROVEN, REFUTED, verdict
 
 
@@ -40,6 +41,15 @@ def verify_resume(args: argparse.Namespace) -> int:
         moments = draw_moments(recipe, kills=args.kills, seed=args.seed)
         straight = _run(prepared, place / "straight")
         _run_straight(straight)
+        if _has_rl(recipe) and RunRecord.read(straight.run_dir).num_rl_updates() == 0:
+            say(
+                "no iteration of RL changed the weights, since no group of rollouts had two rewards: from here on with "
+                "`coin`, a reward that is a hash of the response"
+            )
+            recipe = _with_coins(recipe)
+            prepared = write_recipe(recipe, place)
+            straight = _run(prepared, place / "straight_with_coin")
+            _run_straight(straight)
         resumed = _run(prepared, place / "resumed")
         killed = _run_killed(resumed, moments, changed=changed)
         if killed.fault is not None:
@@ -66,6 +76,15 @@ def _decided(recipe: Recipe, *, across: bool) -> Recipe:
             "across layouts only the SFT stages are run: the first token that rounding changes, changes all after it"
         )
     return replace(recipe, stages=stages)
+
+
+def _has_rl(recipe: Recipe) -> bool:
+    return any(isinstance(stage, RlStage) for stage in recipe.stages)
+
+
+def _with_coins(recipe: Recipe) -> Recipe:
+    stages = (with_coin(stage) if isinstance(stage, RlStage) else stage for stage in recipe.stages)
+    return replace(recipe, stages=tuple(stages))
 
 
 def _in_layout(recipe: Recipe, layout: ParallelLayout, place: Path) -> Prepared:
@@ -163,11 +182,10 @@ def report(
             "verdict: not proven: the run ended before it could be killed; try another --seed, or more --kills"
         )
         return NOT_RUN
-    has_rl = any(isinstance(stage, RlStage) for stage in recipe.stages)
-    if not faults and has_rl and straight.num_rl_updates() == 0:
+    if not faults and _has_rl(recipe) and straight.num_rl_updates() == 0:
         print(
             "verdict: not proven: no iteration of RL changed the weights, since no group of rollouts had two rewards; "
-            "use --shrink, or give the stage `rewards.coin=1.0` and `algorithm.drop_zero_advantage=false`"
+            "give the stage longer responses or more samples per prompt (sampling.max_response_tokens, group_size)"
         )
         return NOT_RUN
     print(verdict(faults, proven=proven))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_rl.recipe.schema import CheckpointConfig, Recipe
-from megatron_rl.recipe.stages import CurriculumWindow, EvalConfig, ScheduleConfig, SftStage, Stage
+from megatron_rl.recipe.stages import CurriculumWindow, EvalConfig, RlStage, ScheduleConfig, SftStage, Stage
 
 STEPS, ITERATIONS = 6, 4  # of each stage
 _EVAL_PROMPTS = 8
@@ -19,6 +19,15 @@ def shorten(recipe: Recipe) -> Recipe:
         recipe,
         stages=tuple(_shortened(stage) for stage in recipe.stages),
         checkpoint=replace(checkpoint, every_steps=2, keep=2),
+    )
+
+
+def with_coin(stage: RlStage) -> RlStage:
+    """With a reward that tells any two responses apart: groups of equal rewards teach nothing, and prove nothing."""
+    return replace(
+        stage,
+        rewards={**stage.rewards, "coin": 1.0},
+        algorithm=replace(stage.algorithm, drop_zero_advantage=False),
     )
 
 

@@ -14,6 +14,7 @@ from megatron_rl.recipe.dataset import DatasetConfig
 from megatron_rl.recipe.origins import leaves
 from megatron_rl.recipe.schema import LayoutConfig, Recipe
 from megatron_rl.recipe.stages import CurriculumWindow, RlStage, SftStage, Stage
+from megatron_rl.verify.shorten import with_coin
 from megatron_rl.verify.shrink_data import cut_prompts, cut_samples
 from megatron_rl.verify.shrink_model import Degrees, write_small_model
 
@@ -113,15 +114,12 @@ class _Cutter:
         while per_update * group % self._shares:
             per_update += 1
         response = min(stage.sampling.max_response_tokens, _RESPONSE)
-        rewards, algorithm = stage.rewards, stage.algorithm
         if self._trains:
-            # a random model solves nothing, and groups of equal rewards teach nothing
-            rewards, algorithm = {**rewards, "coin": 1.0}, replace(algorithm, drop_zero_advantage=False)
+            # a random model solves nothing
+            stage = with_coin(stage)
         return replace(
             stage,
             prompts=str(prompts),
-            rewards=rewards,
-            algorithm=algorithm,
             prompts_per_iteration=per_update * updates,
             group_size=group,
             updates_per_rollout=updates,

@@ -143,6 +143,8 @@ def phase(stage: str, step: int, name: str) -> Phase:
         (phase("rl", 3, "generate"), False),
         (phase("rl", 3, "train"), True),
         (phase("rl", 4, "generate"), True),
+        (phase("rl", 3, "export"), True),
+        (phase("sft", 9, "stop"), False),
     ],
 )
 def test_a_moment_is_due_in_its_phase_or_once_it_was_missed(now: Phase, due: bool) -> None:
