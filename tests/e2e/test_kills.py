@@ -153,9 +153,13 @@ def test_the_run_was_killed_often_and_went_on_from_its_checkpoints(attempts: lis
 def test_a_killed_run_measures_bit_for_bit_what_it_would_have(straight: Path, killed: Path) -> None:
     assert num_steps(killed) == SFT_STEPS + ITERATIONS
     rl = lines(straight)[SFT_STEPS:]
-    # else equality would mean little
-    assert all(line["policy/updates"] == 2 and line["policy/grad_norm"] > 0 for line in rl)
-    assert all(line["reward/std"] > 0 for line in rl)
+    # else equality would mean little; by a processor's rounding one or two may have all rollouts graded alike
+    taught = [
+        line
+        for line in rl
+        if line["policy/updates"] == 2 and line["policy/grad_norm"] > 0 < line["reward/std"]
+    ]
+    assert len(taught) >= ITERATIONS - 3, [(line["policy/grad_norm"], line["reward/std"]) for line in rl]
     assert_same_metrics(straight, killed)
 
 
