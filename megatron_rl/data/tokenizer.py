@@ -81,12 +81,9 @@ class HfTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-        loader = PreTrainedTokenizerFast if (path / "tokenizer.json").is_file() else AutoTokenizer
         try:
             # Any: transformers does not type what it returns.
-            self._hf: Any = loader.from_pretrained(path, local_files_only=True)
+            self._hf: Any = _loader(path).from_pretrained(path, local_files_only=True)
         # The tokenizers library raises bare Exception for a file that it cannot parse.
         except Exception as error:
             raise DataError(f"tokenizer: transformers cannot load {path}: {error}") from error
@@ -125,6 +122,17 @@ class HfTokenizer:
                 add_generation_prompt=add_generation_prompt,
             )
         )
+
+
+def _loader(path: Path) -> Any:
+    """The class of transformers that reads the directory. AutoTokenizer alone imports models and torch's compiler."""
+    if (path / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 # Turns in plain words, since a bare SentencePiece file has no role tokens. Each answer ends with EOS.

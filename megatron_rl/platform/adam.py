@@ -5,6 +5,7 @@ megatron-core's distributed optimizer saves and reshards optimizer state only fo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,6 +32,17 @@ class FusedAdam(torch.optim.Optimizer):
         if not adam_w_mode:
             raise ValueError("adam_w_mode: got False, only decoupled weight decay is offered")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    # torch wraps these for its compiler to pass them over, and the first call loads the compiler to tell it so
+    add_param_group, zero_grad, state_dict, load_state_dict = (
+        inspect.unwrap(method)
+        for method in (
+            torch.optim.Optimizer.add_param_group,
+            torch.optim.Optimizer.zero_grad,
+            torch.optim.Optimizer.state_dict,
+            torch.optim.Optimizer.load_state_dict,
+        )
+    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -34,5 +34,9 @@ def make_deterministic(environment: MutableMapping[str, str]) -> None:
     """
     for name, value in GPU_SETTINGS.items():
         environment.setdefault(name, value)
-    torch.use_deterministic_algorithms(True)
+    if device.has_accelerator():
+        torch.use_deterministic_algorithms(True)
+    else:
+        # the same but for torch's compiler, which is then loaded to be told of it, and which nothing here calls
+        torch.set_deterministic_debug_mode("error")
     torch.backends.cudnn.benchmark = False
