@@ -8,6 +8,7 @@ from megatron_rl.recipe.batch_checks import batch_problems
 from megatron_rl.recipe.dataset import conversation_problems, dataset_problems, template_problems
 from megatron_rl.recipe.hosts import parse_host_port
 from megatron_rl.recipe.problems import Problem, did_you_mean
+from megatron_rl.recipe.sandbox import sandbox_problems
 from megatron_rl.recipe.stages import (
     AlgorithmConfig,
     EngineConfig,
@@ -19,7 +20,7 @@ from megatron_rl.recipe.stages import (
 )
 
 # names of `megatron_rl.rewards`, repeated here to check a recipe without torch; a test compares them
-TASK_REWARDS = ("math_answer",)
+TASK_REWARDS = ("math_answer", "code_tests")
 SHAPING_REWARDS = ("format", "coin")
 
 # options of AlgorithmConfig that only some surrogates read
@@ -56,6 +57,7 @@ def stage_problems(stage: Stage, path: str) -> Iterator[Problem]:
     yield from _sampling_problems(stage, path)
     yield from _algorithm_problems(stage.algorithm, f"{path}.algorithm")
     yield from batch_problems(stage, path)
+    yield from sandbox_problems(stage.sandbox, f"{path}.sandbox")
     yield from _engine_problems(stage.engine, f"{path}.engine")
     if stage.eval is not None and not stage.eval.sets:
         yield Problem(f"{path}.eval.sets", "is empty, name at least one prompt file or set eval to null")

@@ -7,6 +7,7 @@ from typing import Literal
 
 from megatron_rl.recipe.batch import DynamicSamplingConfig, OverlongConfig, PromoteConfig, RescoreConfig
 from megatron_rl.recipe.dataset import ConversationConfig, DatasetConfig
+from megatron_rl.recipe.sandbox import SandboxConfig
 from megatron_rl.recipe.types import (
     Bool,
     Float,
@@ -192,6 +193,7 @@ class RlStage:
     promote: PromoteConfig | None = None  # of every window without its own; without windows, of the stage
     rescore: RescoreConfig | None = None
     grader: GraderConfig = field(default_factory=GraderConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)  # of the reward code_tests
     engine: EngineConfig = field(default_factory=EngineConfig)
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

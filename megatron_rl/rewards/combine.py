@@ -9,7 +9,8 @@ from types import TracebackType
 
 from megatron_rl.data.types import RewardResult
 from megatron_rl.errors import RecipeError, RewardError
-from megatron_rl.rewards import REWARDS
+from megatron_rl.recipe.sandbox import SandboxConfig
+from megatron_rl.rewards import REWARDS, RewardSettings
 from megatron_rl.rewards.protocol import Grade, Reward, RewardInput
 
 
@@ -38,12 +39,23 @@ class RewardModel:
     `judge` is the name of the one that judges answers.
     """
 
-    def __init__(self, weights: Mapping[str, float], *, workers: int = 1, timeout_s: float = 5.0) -> None:
-        """`workers` checking processes, each killed after `timeout_s` on one answer. Raises RecipeError."""
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        *,
+        workers: int = 1,
+        timeout_s: float = 5.0,
+        sandbox: SandboxConfig | None = None,
+    ) -> None:
+        """`workers` checking processes, each killed after `timeout_s` on one answer.
+
+        Raises RecipeError, and RewardError where programs would have to run without a sandbox that holds.
+        """
         check_reward_names(weights)
         self._weights = dict(weights)
         self.judge = next(name for name in weights if REWARDS[name].judges_answers)
-        self._rewards: dict[str, Reward] = {name: REWARDS[name].build(workers, timeout_s) for name in weights}
+        settings = RewardSettings(workers=workers, timeout_s=timeout_s, sandbox=sandbox or SandboxConfig())
+        self._rewards: dict[str, Reward] = {name: REWARDS[name].build(settings) for name in weights}
 
     def grade(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:
         """One result per input, in order. Never raises for what a response contains."""
@@ -55,6 +67,11 @@ class RewardModel:
     def weighted_sum(self, parts: Mapping[str, float]) -> float:
         """The score of these parts, one per reward."""
         return sum(self._weights[name] * parts[name] for name in self._weights)
+
+    @property
+    def notices(self) -> list[str]:
+        """What rewards say of how they started, a line each; most have nothing to say."""
+        return [notice for reward in self._rewards.values() if (notice := getattr(reward, "notice", ""))]
 
     @property
     def num_restarts(self) -> int:

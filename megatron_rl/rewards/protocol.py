@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_rl.data.types import Finish, Verdict
@@ -11,11 +11,18 @@ from megatron_rl.data.types import Finish, Verdict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardInput:
-    """One response to grade. `text` is the response alone, special tokens kept."""
+    """One response to grade. `text` is the response alone, special tokens kept.
+
+    Rewards that draw from many tests draw by `prompt_id`, so that all responses of a prompt meet the same ones, and
+    use all of them for `every_test`, as evaluation asks for. `meta` is the prompt's own.
+    """
 
     answer: Any
     text: str
     finish: Finish = Finish.STOP
+    prompt_id: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    every_test: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

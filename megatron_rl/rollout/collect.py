@@ -32,6 +32,7 @@ class Draw:
     temperature: float
     top_p: float = 1.0
     top_k: int = -1
+    every_test: bool = False  # grade by all tests of a problem, not by those that training draws
 
 
 class Collector:
@@ -74,7 +75,14 @@ class Collector:
             texts = [self._response_text(completion) for completion in completions]
             rewards = self._grader.grade(
                 [
-                    RewardInput(answer=prompts[i // draw.samples].answer, text=text, finish=completion.finish)
+                    RewardInput(
+                        answer=prompts[i // draw.samples].answer,
+                        text=text,
+                        finish=completion.finish,
+                        prompt_id=prompts[i // draw.samples].id,
+                        meta=prompts[i // draw.samples].meta,
+                        every_test=draw.every_test,
+                    )
                     for i, (text, completion) in enumerate(zip(texts, completions, strict=True))
                 ]
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megatron_rl.rewards.protocol import Grade, RewardInput
@@ -53,4 +54,35 @@ class MathCases:
         self._reward.close()
 
 
-GRADERS: dict[str, Callable[[ScoreOptions], CaseGrader]] = {"math_answer": MathCases}
+class CodeCases:
+    """`tests`, `response` and optional `limits` for `code_tests`; all tests of a case count."""
+
+    def __init__(self, options: ScoreOptions) -> None:
+        from megatron_rl.recipe.sandbox import SandboxConfig
+        from megatron_rl.rewards.code_tests import CodeTests
+
+        config = SandboxConfig(slots=options.workers)
+        if options.timeout_s is not None:
+            config = replace(config, wall_s=options.timeout_s, cpu_s=options.timeout_s)
+        self._reward = CodeTests(config)
+        print(self._reward.notice, file=sys.stderr)
+
+    def read(self, row: Mapping[str, Any]) -> RewardInput:
+        tests = row.get("tests")
+        if not isinstance(tests, dict):
+            raise BadCase("no `tests`; give an object with `inputs` and `outputs`, and `fn_name` for calls")
+        if row.get("limits") is not None:
+            tests = {**tests, "limits": row["limits"]}
+        return RewardInput(answer=tests, text=row["response"], prompt_id=str(row["id"]), every_test=True)
+
+    def grade(self, cases: Sequence[RewardInput]) -> list[Grade]:
+        return self._reward.grade(cases)
+
+    def close(self) -> None:
+        self._reward.close()
+
+
+GRADERS: dict[str, Callable[[ScoreOptions], CaseGrader]] = {
+    "math_answer": MathCases,
+    "code_tests": CodeCases,
+}

@@ -33,6 +33,7 @@ def evaluate(
             max_tokens=max_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
+            every_test=True,
         )
         prompts = prompt_set.prompts[: config.max_prompts]
         groups = collector.collect(

@@ -78,9 +78,14 @@ class RlSession:
                 f"starting {stage.engine.replicas} vllm engine(s) of {stage.engine.tp} worker(s)"
             )
             grader = RewardModel(
-                stage.rewards, workers=stage.grader.workers, timeout_s=stage.grader.timeout_s
+                stage.rewards,
+                workers=stage.grader.workers,
+                timeout_s=stage.grader.timeout_s,
+                sandbox=stage.sandbox,
             )
             opening.callback(grader.close)
+            for notice in grader.notices:
+                run.reporter.say(notice)
             self._grader = grader
             engine = ENGINES[stage.engine.kind](
                 stage.engine,

@@ -94,6 +94,7 @@ WITHOUT_TORCH = [
     "megatron_rl.reshard.routes",
     "megatron_rl.reshard.segments",
     "megatron_rl.reshard.tables",
+    "megatron_rl.rewards.sandbox",
     "megatron_rl.train.launcher",
     "megatron_rl.train.phases",
     "megatron_rl.train.rank_process",
