@@ -79,7 +79,11 @@ def load_experiment(path: Path) -> Experiment:
 
 
 def _experiment(data: Any, *, place: Path) -> Experiment:
-    keys = {"recipe": "a path", "measure": "a name of metrics.jsonl", "arms": "names with lists of path=value"}
+    keys = {
+        "recipe": "a path",
+        "measure": "a name of metrics.jsonl",
+        "arms": "names with lists of path=value",
+    }
     keys |= {"common": "a list of path=value"}
     if not isinstance(data, dict):
         raise MegatronRLError(f"{place}: must be a mapping with the keys {', '.join(keys)}")
@@ -106,7 +110,9 @@ def _is_overrides(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-def run_all(experiment: Experiment, out: Path, *, seeds: Sequence[int], jobs: int, timeout_s: float) -> list[Arm]:
+def run_all(
+    experiment: Experiment, out: Path, *, seeds: Sequence[int], jobs: int, timeout_s: float
+) -> list[Arm]:
     """Run what is not finished yet, `jobs` at a time. Raises MegatronRLError naming the log of a run that failed."""
     wanted = [(name, seed) for seed in seeds for name in experiment.arms]
     with ThreadPoolExecutor(max_workers=jobs) as threads:
@@ -196,7 +202,9 @@ def write_results(out: Path, experiment: Experiment, arms: Sequence[Arm]) -> str
         arm.name: {"overrides": list(arm.overrides), "curves": {str(s): c for s, c in arm.curves.items()}}
         for arm in arms
     }
-    write_atomically(out / "results.json", to_json({"measure": experiment.measure, "arms": results}, indent=2))
+    write_atomically(
+        out / "results.json", to_json({"measure": experiment.measure, "arms": results}, indent=2)
+    )
     write_atomically(out / "table.md", (text + "\n").encode())
     chart = line_chart({arm.name: arm.mean_curve() for arm in arms})
     write_atomically(out / "curves.html", f"<!doctype html><meta charset=utf-8>{chart}".encode())

@@ -124,7 +124,9 @@ def real_rows(files: Sequence[Path], *, limit: int, seed: int) -> list[dict[str,
         if len((text := prompt.messages[-1]["content"]).encode()) <= MAX_REAL_BYTES
     ]
     if files and not short:
-        raise DataError(f"--real: no problem of at most {MAX_REAL_BYTES} bytes in {', '.join(map(str, files))}")
+        raise DataError(
+            f"--real: no problem of at most {MAX_REAL_BYTES} bytes in {', '.join(map(str, files))}"
+        )
     random.Random(seed).shuffle(short)
     return short[:limit]
 
@@ -149,7 +151,10 @@ def write_twins(out: Path, *, seed: int, size: int, real: Sequence[dict[str, Any
     ]
     write_rows(out / "math.jsonl", _shuffled([*math, *real_math], seed))
     write_rows(out / "heldout_math.jsonl", (_chain_row(one, i, "heldout") for i, one in enumerate(held_sums)))
-    for name, some, source in (("code", codes, "coder1_longcot"), ("heldout_code", held_codes, "heldout_code")):
+    for name, some, source in (
+        ("code", codes, "coder1_longcot"),
+        ("heldout_code", held_codes, "heldout_code"),
+    ):
         write_rows(
             out / f"{name}.jsonl", (code_row(one, index=i, source=source) for i, one in enumerate(some))
         )

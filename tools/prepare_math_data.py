@@ -1,8 +1,8 @@
 """Prepare prompt files for RL and supervised files for SFT.
 
 Without --from it generates chains of one-digit additions and subtractions, such as `4+7-1`: 30,000 distinct
-training problems, a held-out set that shares none with them, and worked traces for SFT. With --from it
-converts a data set. Both write the row schema of Klear's public MathSub-30K.
+training problems, a held-out set that shares none with them, and worked traces for SFT. With --from it makes one
+clean set of data sets: see `prepare_sources.py`. Both write the row schema of Klear's public MathSub-30K.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import prepare_sources
+
 from megatron_rl.arguments import positive_int
-from megatron_rl.errors import DataError
+from megatron_rl.errors import DataError, MegatronRLError
 
 DIFFICULTIES = (2, 3, 4, 5, 6, 7)
 HELDOUT_DIFFICULTIES = (3, 4, 5, 6, 7)
@@ -178,33 +180,6 @@ def table(files: Mapping[str, Sequence[Chain]]) -> str:
     )
 
 
-def convert(source: Path, out: Path) -> None:
-    """Write `out`/train.jsonl from any supported schema, and print rows kept and dropped by reason."""
-    # Here, since it loads torch, which generating does without.
-    from megatron_rl.data.prompts import prompts_from_rows
-    from megatron_rl.data.rows import read_rows
-
-    prompts, dropped, renamed = prompts_from_rows(read_rows(source))
-    reasons = "".join(f", dropped {count} {reason}" for reason, count in sorted(dropped.items()))
-    if not prompts:
-        raise DataError(f"{source}: no row can be used{reasons}; see --help for the schemas")
-    rows = (
-        {
-            "id": prompt.id,
-            **prompt_row(
-                prompt.messages,
-                prompt.answer,
-                index=index,
-                source=prompt.data_source or source.stem,
-                difficulty=prompt.difficulty,
-            ),
-        }
-        for index, prompt in enumerate(prompts)
-    )
-    write_rows(out / "train.jsonl", rows)
-    print(f"kept {len(prompts)} rows{reasons}, renamed {renamed}\nwrote {out / 'train.jsonl'}")
-
-
 TASKS = {"chains": generate}
 
 
@@ -212,8 +187,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n  prepare_math_data.py --out data\n"
-        "  prepare_math_data.py --out data/gsm8k --from gsm8k_train.jsonl",
+        epilog="examples:\n  prepare_math_data.py --out data\n" + prepare_sources.EXAMPLES.removeprefix("\n"),
     )
     parser.add_argument("--out", type=Path, required=True, help="directory to write to, made if missing")
     parser.add_argument(
@@ -230,25 +204,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="held-out problems, equally of 3 to 7 terms (default: 255)",
     )
     parser.add_argument("--sft", type=positive_int, default=20_000, help="worked traces (default: 20000)")
-    parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="FILE",
-        help="convert this JSONL, JSON or parquet file instead; the schema is recognised row by row: "
-        "prompt + reward_model, problem + answer, question + answer (GSM8K), question + final_answer",
-    )
+    prepare_sources.add_arguments(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     try:
-        if args.source is not None:
-            convert(args.source, args.out)
+        if args.sources is not None:
+            prepare_sources.run(args)
         else:
             TASKS[args.task](args.out, seed=args.seed, train=args.train, heldout=args.heldout, sft=args.sft)
-    except (DataError, OSError) as error:
+    except (MegatronRLError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -174,12 +174,16 @@ def _prompt(row: Row, fields: Fields, digest: str, dataset: DatasetConfig) -> Pr
     meta = {**{key: value for key, value in row.items() if key not in taken}, **extra, **fields.meta}
     if dataset.keep_columns is not None:
         meta = {name: value for name, value in meta.items() if name in dataset.keep_columns}
+    difficulty = _difficulty(row, fields, dataset)
+    if dataset.difficulty is not None and dataset.difficulty.higher_is == "easier" and difficulty is not None:
+        # what windows of pass rates go by
+        meta["pass_rate"] = 1 - difficulty
     return Prompt(
         id=_row_id(row, extra, source, dataset.id) or digest,
         messages=fields.messages,
         answer=fields.answer,
         data_source=source,
-        difficulty=_difficulty(row, fields, dataset),
+        difficulty=difficulty,
         meta=meta,
     )
 

@@ -86,7 +86,9 @@ def test_finished_runs_become_a_table_over_seeds(tool: ModuleType, place: Path, 
     assert "<polyline" in (place / "out" / "curves.html").read_text()
 
 
-def test_a_run_of_other_overrides_is_not_taken_for_a_finished_one(tool: ModuleType, place: Path, capsys) -> None:
+def test_a_run_of_other_overrides_is_not_taken_for_a_finished_one(
+    tool: ModuleType, place: Path, capsys
+) -> None:
     finished(tool, place, "gppo", 1, (0.4, 0.7))
     finished(tool, place, "grpo", 1, (0.4, 0.7))
     changed = ["stages.1.curriculum=[]"]

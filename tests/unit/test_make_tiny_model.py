@@ -148,7 +148,7 @@ def test_directory_that_holds_no_model_is_left_alone(tool, capsys, tmp_path):
 
 def test_the_byte_alphabet_keeps_any_text_and_the_reasoning_tags_as_one_token(tool):
     tokenizer = tool.build_tokenizer(all_bytes=True)
-    text = "<think>\u00e9\u4e2d \u221a2 `\"A\"`\t</think>\n"
+    text = '<think>\u00e9\u4e2d \u221a2 `"A"`\t</think>\n'
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids) == text
     assert len(ids) == len(text.replace("<think>", "").replace("</think>", "").encode()) + 2

@@ -53,7 +53,10 @@ def test_every_program_taught_passes_the_tests_of_its_problem(out: Path) -> None
         for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
             printed: list[str] = []
             # a program of ours, from the tool above
-            exec(program, {"input": lambda given=given: given, "print": lambda v, to=printed: to.append(str(v))})
+            exec(
+                program,
+                {"input": lambda given=given: given, "print": lambda v, to=printed: to.append(str(v))},
+            )
             assert printed == [wanted.strip()], (problem(row), given)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.data.prompts import load_prompts
+from tests.helpers.checkpoints import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -130,14 +131,47 @@ def test_conversion_gives_klear_rows_and_counts_what_it_drops(tmp_path):
     }
 
 
+def test_sources_are_merged_and_evaluation_problems_left_out(tmp_path, monkeypatch, capsys):
+    # in this process: loading torch anew would take most of the time
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    main = load_tool("prepare_math_data").main
+    held_out = "A tram leaves the depot at noon with twelve riders and nobody else boards it."
+    files = {
+        "one": [{"problem": "1+1?", "answer": "2"}, {"problem": held_out, "answer": "12"}],
+        "two": [{"problem": "1+1", "answer": "2"}, {"problem": "2+2?", "answer": "4"}],
+        "eval": [{"problem": held_out, "answer": "12"}],
+    }
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    one, two, held = (tmp_path / f"{name}.jsonl" for name in files)
+    out = tmp_path / "out"
+    arguments = ("--out", out, "--from", one, two, "--against", held, "--cut", "all:difficulty:0:9")
+    assert main([str(argument) for argument in arguments]) == 0
+    text = capsys.readouterr().out
+    assert "kept 2 rows, dropped 1 contaminated, dropped 1 repeated_text" in text
+    assert "eval.jsonl: 1 problems, 1 rows left out for them" in text
+    assert len(_rows(tmp_path / "out" / "train.jsonl")) == 2
+    assert _rows(tmp_path / "out" / "all.jsonl") == []
+
+
 @pytest.mark.parametrize(
     ("args", "match"),
     [
         (("--from", "gone.jsonl"), "gone.jsonl: no such data file"),
         (("--heldout", 10**10), "--heldout: got 10000000000, but there are only"),
+        (("--from", "README.md", "--measure", "gone"), "--measure: gone is no Hugging Face model directory"),
+        (("--from", "README.md", "--ngram", 3), "argument --ngram: got 3, must be 5 to 50"),
+        (
+            ("--from", "README.md", "--cut", "x:1:2"),
+            "argument --cut: got 'x:1:2', must be NAME:pass_rate:LOW:HIGH",
+        ),
+        (
+            ("--from", "README.md", "--pass-rate", "0.9:0.1"),
+            "argument --pass-rate: got '0.9:0.1', the lower bound",
+        ),
         (("--train", 0), "argument --train: got '0', must be a whole number of at least 1"),
     ],
-    ids=["missing", "too_many", "zero"],
+    ids=["missing", "too_many", "no_model", "short_runs", "cut", "window", "zero"],
 )
 def test_wrong_arguments_are_one_clear_error_and_leave_no_file(tmp_path, args, match):
     done = _run("--out", tmp_path / "out", *args)

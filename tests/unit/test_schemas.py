@@ -8,10 +8,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from megatron_rl.data.curriculum import is_in_window
 from megatron_rl.data.prompts import load_prompts, prompts_from_rows
 from megatron_rl.data.rows import read_rows
 from megatron_rl.errors import DataError
 from megatron_rl.recipe.dataset import DatasetConfig, DifficultyConfig
+from megatron_rl.recipe.stages import CurriculumWindow
 
 ASKED = "What is 12 + 30?"
 USER = [{"role": "user", "content": ASKED}]
@@ -198,6 +200,13 @@ def test_difficulty_is_read_from_the_column_in_the_direction_that_is_declared(op
     dataset = DatasetConfig(difficulty=DifficultyConfig(**options))
     (prompt,), _, _ = prompts_from_rows([CASES["skywork"][0]], dataset=dataset)
     assert prompt.difficulty == want
+
+
+def test_a_column_that_falls_with_the_difficulty_is_the_pass_rate_of_windows():
+    column = DifficultyConfig(column="difficulty", higher_is="easier")
+    (prompt,), _, _ = prompts_from_rows([CASES["polaris"][0]], dataset=DatasetConfig(difficulty=column))
+    assert (prompt.difficulty, prompt.meta["pass_rate"]) == (0.375, 0.625)
+    assert is_in_window(prompt, CurriculumWindow(iterations=1, pass_rate=(0.6, 0.7)), {})
 
 
 def test_a_pass_rate_above_its_denominator_is_an_error():
