@@ -1,7 +1,8 @@
 """Re-scoring before a stage: the pass rate of every prompt under the policy that the stage begins with.
 
 The rates are a file of the run directory, and its digest is part of every later checkpoint of the stage. Seeds are
-functions of stage, prompt and sample alone: a run that is ended before the first checkpoint measures the same again.
+functions of stage, prompt and sample alone: a run that is ended before the first checkpoint measures the same again,
+except for prompts that it had measured with the very same weights.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from typing import Any
 
 from megatron_rl.data.types import RolloutGroup
 from megatron_rl.errors import CheckpointError
+from megatron_rl.model.checkpoint_files import STATE_FILE, find_latest
+from megatron_rl.model.checkpoint_match import flat_recipe, recipe_digest
 from megatron_rl.recipe.batch import RescoreConfig
-from megatron_rl.train.files import to_json, write_atomically, writing
+from megatron_rl.recipe.schema import Recipe
+from megatron_rl.train.files import append_whole, read_jsonl, to_json, write_atomically, writing
 
 RESCORE = "rescore"
 
@@ -83,6 +87,51 @@ def score_group(group: RolloutGroup, config: RescoreConfig) -> PromptScore:
         truncated_frac=fmean(rollout.completion.finish.is_truncated() for rollout in group.rollouts),
         dropped=dropped,
     )
+
+
+class PartialScores:
+    """Scores of the first prompts of a stage, kept in a file until all of them are there.
+
+    `key` stands for everything that decides them: weights, data, recipe. A file of another key is not used; without a
+    key, where it cannot be told, nothing is kept.
+    """
+
+    def __init__(self, run_dir: Path, label: str, key: str | None) -> None:
+        self._path = run_dir / RESCORE / f"{label}.partial.jsonl"
+        self._key = key
+        found = read_jsonl(self._path) if key is not None else []
+        is_ours = bool(found) and found[0].get("key") == key
+        self.scores = tuple(PromptScore(**line) for line in found[1:]) if is_ours else ()
+        if key is not None:
+            # without a last line that was cut off
+            lines = [{"key": key}, *map(asdict, self.scores)]
+            with writing(self._path):
+                write_atomically(self._path, b"".join(to_json(line) + b"\n" for line in lines))
+
+    def add(self, scores: Sequence[PromptScore]) -> None:
+        if self._key is not None:
+            content = b"".join(to_json(asdict(score)) + b"\n" for score in scores)
+            with writing(self._path), self._path.open("ab", buffering=0) as stream:
+                append_whole(stream, content)
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def weights_key(checkpoints: Path, *, stage: int, recipe: Recipe, data: str) -> str | None:
+    """What decides the scores of stage number `stage` before its first iteration; `data` is the digest of its prompts.
+
+    Its weights are those of the checkpoint at the end of the stage before, or those that the recipe starts from. None
+    where that checkpoint was not saved.
+    """
+    parts = [recipe_digest(flat_recipe(recipe), stage=stage), data]
+    if stage > 0:
+        saved = find_latest(checkpoints)
+        if saved is None or saved.progress["stage"] != stage - 1:
+            return None
+        # it holds the digest of every file of the checkpoint
+        parts.append(hashlib.sha256((saved.path / STATE_FILE).read_bytes()).hexdigest())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def write_rescored(run_dir: Path, label: str, rescored: Rescored) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_rl.data.chat import stop_token_ids
 from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.types import Prompt, RolloutGroup
+from megatron_rl.model.checkpoint_files import CHECKPOINTS_DIR
 from megatron_rl.recipe.amounts import prompts_drawn
 from megatron_rl.recipe.batch import RescoreConfig
 from megatron_rl.recipe.stages import RlStage
@@ -32,7 +33,15 @@ from megatron_rl.train.live_engines import LiveEngines
 from megatron_rl.train.metrics import Meter
 from megatron_rl.train.parity import SAMPLED_TOKENS, ParityGate
 from megatron_rl.train.progress import Progress, stage_label
-from megatron_rl.train.rescore import PromptScore, Rescored, read_rescored, score_group, write_rescored
+from megatron_rl.train.rescore import (
+    PartialScores,
+    PromptScore,
+    Rescored,
+    read_rescored,
+    score_group,
+    weights_key,
+    write_rescored,
+)
 from megatron_rl.train.rl_data import RlData, narrowed
 
 ENGINES = {"vllm": VllmEngine.start}  # engine.kind of the recipe: how to start it
@@ -164,24 +173,37 @@ class RlSession:
         run, stage = self._run, self._stage
         run.phases.enter("rescore")
         prompts = self._data.prompts.prompts if self._data is not None else ()
+        partial_scores = self._partial_scores() if self._data is not None else None
         count = run.from_driver(len(prompts))
-        run.reporter.say(f"re-scoring {count} prompts with {config.samples} samples each")
+        done = run.from_driver(len(partial_scores.scores) if partial_scores else 0)
+        before = f", {done} of them before" if done else ""
+        run.reporter.say(f"re-scoring {count} prompts with {config.samples} samples each{before}")
         # as many rollouts at a time as an iteration has, which engine.request_timeout_s is set for
         size = max(1, prompts_drawn(stage) * stage.group_size // config.samples)
-        scores = [
-            score
-            for first in range(0, count, size)
-            for score in self._score(prompts[first : first + size], config)
-        ]
-        rescored = Rescored(scores=tuple(scores))
+        scores = [*partial_scores.scores] if partial_scores else []
+        for first in range(done, count, size):
+            scores += self._score(prompts[first : first + size], config)
+            if partial_scores:
+                partial_scores.add(scores[first:])
+        rescored = run.from_driver(Rescored(scores=tuple(scores)))
         record: dict[str, Any] = {}
-        if self._data is not None:
+        if self._data is not None and partial_scores is not None:
             self._data = self._narrowed(self._data, rescored)
             label = stage_label(run.recipe.stages, self._progress.stage)
             record = write_rescored(run.run_dir, label, rescored)
+            partial_scores.remove()
         self._progress = replace(self._progress, rescored=run.from_driver(record))
         self._rescore_metrics = rescored.metrics()
         run.reporter.say(str(rescored))
+
+    def _partial_scores(self) -> PartialScores:
+        """Those of an earlier start, if it measured with these weights; kept for a run that can be resumed."""
+        run, progress = self._run, self._progress
+        key = None
+        if run.recipe.checkpoint is not None:
+            place = run.run_dir / CHECKPOINTS_DIR
+            key = weights_key(place, stage=progress.stage, recipe=run.recipe, data=progress.data)
+        return PartialScores(run.run_dir, stage_label(run.recipe.stages, progress.stage), key)
 
     def _score(self, prompts: Sequence[Prompt], config: RescoreConfig) -> list[PromptScore]:
         if self._data is None:

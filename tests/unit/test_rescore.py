@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,18 @@ from megatron_rl.data.curriculum import CurriculumSampler
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.data.types import Prompt, Verdict
 from megatron_rl.errors import CheckpointError, DataError
+from megatron_rl.model.checkpoint_files import Recorded, SavedState, write_state
 from megatron_rl.recipe.batch import RescoreConfig
+from megatron_rl.recipe.schema import ModelConfig, Recipe
 from megatron_rl.recipe.stages import CurriculumWindow, OptimizerConfig, RlStage, SamplingConfig
-from megatron_rl.train.rescore import Rescored, read_rescored, score_group, write_rescored
+from megatron_rl.train.rescore import (
+    PartialScores,
+    Rescored,
+    read_rescored,
+    score_group,
+    weights_key,
+    write_rescored,
+)
 from megatron_rl.train.rl_data import RlData, narrowed
 from tests.helpers.rollouts import group
 
@@ -66,6 +76,63 @@ def test_a_file_that_is_not_the_one_of_the_checkpoint_is_refused(tmp_path: Path)
     (tmp_path / record["file"]).unlink()
     with pytest.raises(CheckpointError, match=r"cannot be read .*put back the file"):
         read_rescored(tmp_path, record)
+
+
+def test_an_ended_measurement_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
+    first = PartialScores(tmp_path, "rl", "k")
+    assert first.scores == ()
+    first.add(RESCORED.scores[:2])
+    first.add(RESCORED.scores[2:3])
+    (file,) = (tmp_path / "rescore").iterdir()
+    file.write_bytes(file.read_bytes() + b'{"id": "cut o')
+    second = PartialScores(tmp_path, "rl", "k")
+    assert second.scores == RESCORED.scores[:3]
+    second.add(RESCORED.scores[3:])
+    assert PartialScores(tmp_path, "rl", "k").scores == RESCORED.scores
+    second.remove()
+    assert PartialScores(tmp_path, "rl", "k").scores == ()
+
+
+def test_scores_of_other_weights_are_not_used(tmp_path: Path) -> None:
+    PartialScores(tmp_path, "rl", "k").add(RESCORED.scores)
+    other = PartialScores(tmp_path, "rl", "other")
+    other.add(RESCORED.scores[:1])
+    assert other.scores == () and PartialScores(tmp_path, "rl", "other").scores == RESCORED.scores[:1]
+
+
+def test_nothing_is_kept_where_weights_cannot_be_told(tmp_path: Path) -> None:
+    partial = PartialScores(tmp_path, "rl", None)
+    partial.add(RESCORED.scores)
+    partial.remove()
+    assert PartialScores(tmp_path, "rl", None).scores == () and list(tmp_path.iterdir()) == []
+
+
+def write_checkpoint(root: Path, weights: bytes) -> None:
+    """The end of stage 0, with a file of these bytes."""
+    directory = root / "stage_0_step_000002"
+    directory.mkdir(exist_ok=True)
+    (directory / "weights").write_bytes(weights)
+    files = {"weights": Recorded(len(weights), hashlib.sha256(weights).hexdigest())}
+    saved = SavedState(
+        path=directory, progress={"stage": 0, "step": 2}, optimizer_steps=2, recipe={}, recipe_digest="", model={},
+        layout={}, files=files,
+    )  # fmt: skip
+    write_state(saved, versions={})
+
+
+def test_weights_are_told_by_the_checkpoint_before_the_stage(tmp_path: Path) -> None:
+    recipe = Recipe(name="r", model=ModelConfig(hf_path="m"), stages=(stage(), stage(), stage()))
+    first = weights_key(tmp_path, stage=0, recipe=recipe, data="d")
+    assert first is not None and first != weights_key(tmp_path, stage=0, recipe=recipe, data="other")
+    # nothing is saved yet
+    assert weights_key(tmp_path, stage=1, recipe=recipe, data="d") is None
+    keys = []
+    for weights in (b"1", b"2"):
+        write_checkpoint(tmp_path, weights)
+        keys.append(weights_key(tmp_path, stage=1, recipe=recipe, data="d"))
+    assert None not in keys and len({first, *keys}) == 3
+    # it is not the end of the stage before that one
+    assert weights_key(tmp_path, stage=2, recipe=recipe, data="d") is None
 
 
 def data(count: int = 8) -> RlData:
