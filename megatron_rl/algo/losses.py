@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.aggregate import Aggregate, token_weights
+from megatron_rl.algo.aggregate import Aggregate, micro_batch_mean_weights, token_weights
 from megatron_rl.algo.metric import Metric
 from megatron_rl.data.types import PackedBatch
 from megatron_rl.errors import TrainingError
@@ -58,26 +59,43 @@ def policy_loss(
     normaliser: float,
     sft_on_positives: float = 0.0,
     positive_normaliser: float = 0.0,
+    per_micro_batch: bool = False,
+    anchored_to_old: bool = False,
 ) -> TokenLoss:
     """Surrogate loss + `sft_on_positives` * mean NLL of correct rollouts (arXiv 2508.07629, eq. 13, 14).
 
     `batch.rl` is required. `normaliser` and `positive_normaliser` are global counts of the optimizer step
-    (`algo.aggregate`); a step without correct rollouts has a positive_normaliser of 0 and no such term.
-    `policy/loss` is the whole scalar. Raises TrainingError when nothing is trained on.
+    (`algo.aggregate`); a step without correct rollouts has a positive_normaliser of 0 and no such term. With
+    `per_micro_batch` both means are those of the micro-batch, and `normaliser` counts the step's trained sequences.
+    `anchored_to_old`: the KL term is to the old policy. `policy/loss` is the whole scalar. Raises TrainingError when
+    nothing is trained on.
     """
     _check_normaliser(normaliser)
-    assert batch.rl is not None
-    weights = token_weights(aggregate, loss_mask=batch.loss_mask, cu_seqlens=batch.cu_seqlens)
+    rl, mask, bounds = batch.rl, batch.loss_mask, batch.cu_seqlens
+    assert rl is not None
     has_positives = sft_on_positives > 0 and positive_normaliser > 0
+    positives = None
+    if per_micro_batch:
+        weights = micro_batch_mean_weights(mask, loss_mask=mask, cu_seqlens=bounds)
+        if has_positives:
+            means = micro_batch_mean_weights(rl.positives > 0, loss_mask=mask, cu_seqlens=bounds)
+            positives = means * (sft_on_positives / normaliser)
+    else:
+        weights = token_weights(aggregate, loss_mask=mask, cu_seqlens=bounds)
+        if has_positives:
+            positives = rl.positives * (sft_on_positives / positive_normaliser)
     inputs = PolicyInputs(
-        advantage=batch.rl.advantages,
-        mask=batch.loss_mask,
+        advantage=rl.advantages,
+        mask=mask,
         token_weight=weights / normaliser,
-        old_logprob=batch.rl.old_logprobs,
-        nll_weight=batch.rl.positives * (sft_on_positives / positive_normaliser) if has_positives else None,
-        cu_seqlens=batch.cu_seqlens if surrogate.is_sequence_level else None,
+        old_logprob=rl.old_logprobs,
+        ref_logprob=rl.old_logprobs if anchored_to_old else rl.ref_logprobs,
+        correction=rl.correction,
+        nll_weight=positives,
+        cu_seqlens=bounds if surrogate.is_sequence_level else None,
     )
-    report = _report_policy_with_positives if has_positives else _report_policy
+    has_reference = rl.ref_logprobs is not None and not anchored_to_old
+    report = partial(_report_policy, has_positives=has_positives, has_reference=has_reference)
     return TokenLoss(inputs=inputs, config=surrogate, report=report)
 
 
@@ -105,7 +123,9 @@ def _report_sft(loss: Tensor, metrics: Tensor) -> list[Metric]:
     ]
 
 
-def _report_policy(loss: Tensor, metrics: Tensor) -> list[Metric]:
+def _report_policy(
+    loss: Tensor, metrics: Tensor, *, has_positives: bool, has_reference: bool
+) -> list[Metric]:
     return [
         _mean("policy/clip_high_frac", metrics, "clipped_high"),
         _mean("policy/clip_low_frac", metrics, "clipped_low"),
@@ -113,13 +133,8 @@ def _report_policy(loss: Tensor, metrics: Tensor) -> list[Metric]:
         _mean("policy/kl_old", metrics, "kl_k3"),
         _mean("policy/entropy", metrics, "entropy"),
         Metric(name="policy/loss", value=loss, reduce="sum"),
-    ]
-
-
-def _report_policy_with_positives(loss: Tensor, metrics: Tensor) -> list[Metric]:
-    return [
-        *_report_policy(loss, metrics),
-        _mean("policy/positive_nll", metrics, "nll", over="nll_tokens"),
+        *[_mean("policy/kl_ref", metrics, "kl_ref")] * has_reference,
+        *[_mean("policy/positive_nll", metrics, "nll", over="nll_tokens")] * has_positives,
     ]
 
 

@@ -87,13 +87,44 @@ def with_old_logprobs(batch: PackedBatch, logprobs: Tensor) -> PackedBatch:
 
     Raises DataError for a batch without `rl` fields, or a tensor that is not [T].
     """
+    fields, kept = _rl_of(batch), _kept(batch, logprobs)
+    return replace(batch, rl=replace(fields, old_logprobs=kept))
+
+
+def with_ref_logprobs(batch: PackedBatch, logprobs: Tensor) -> PackedBatch:
+    """The same micro-batch with `ref_logprobs`, as `with_old_logprobs` sets the old ones."""
+    fields, kept = _rl_of(batch), _kept(batch, logprobs)
+    return replace(batch, rl=replace(fields, ref_logprobs=kept))
+
+
+def with_correction(batch: PackedBatch, weights: Tensor) -> PackedBatch:
+    """The same micro-batch with `correction`, as `with_old_logprobs` sets the old log-probs."""
+    fields, kept = _rl_of(batch), _kept(batch, weights)
+    return replace(batch, rl=replace(fields, correction=kept))
+
+
+def with_advantages(batch: PackedBatch, samples: Sequence[TrainSample]) -> PackedBatch:
+    """The same micro-batch with the advantages of `samples`, the list that it was packed from."""
+    fields, lengths = _rl_of(batch), batch.cu_seqlens.long().diff()
+    values = [samples[index].advantage for index in batch.sample_index]
+    # padding is one more sequence, and an empty micro-batch is one that stands for no sample
+    values += [0.0] * (len(lengths) - len(values))
+    spread = torch.tensor(values, dtype=torch.float32).repeat_interleave(lengths)
+    return replace(batch, rl=replace(fields, advantages=_kept(batch, spread)))
+
+
+def _rl_of(batch: PackedBatch) -> RlFields:
     if batch.rl is None:
         raise DataError(
             "pack: got a micro-batch of supervised samples, old log-probs belong to rollouts only"
         )
-    _check_per_token(batch, logprobs)
-    kept = logprobs.detach().float().masked_fill(~batch.loss_mask, 0.0)
-    return replace(batch, rl=replace(batch.rl, old_logprobs=kept))
+    return batch.rl
+
+
+def _kept(batch: PackedBatch, values: Tensor) -> Tensor:
+    """Where trained on; 0 elsewhere."""
+    _check_per_token(batch, values)
+    return values.detach().float().masked_fill(~batch.loss_mask, 0.0)
 
 
 def unpack_per_token(batch: PackedBatch, values: Tensor) -> list[Tensor]:

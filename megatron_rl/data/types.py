@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -133,6 +133,13 @@ class RlFields:
     rollout_logprobs: Tensor
     old_logprobs: Tensor
     positives: Tensor  # 1.0 on trained tokens of correct rollouts
+    ref_logprobs: Tensor | None = None  # of the reference policy; None where the recipe has none
+    correction: Tensor | None = None  # factor of the surrogate; None: 1
+
+    def to(self, device: torch.device | str) -> RlFields:
+        """The same with every tensor that is there on `device`."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: one.to(device) for name, one in tensors.items() if one is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,14 +171,6 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with every tensor on `device`."""
-        rl = None
-        if self.rl is not None:
-            rl = RlFields(
-                advantages=self.rl.advantages.to(device),
-                rollout_logprobs=self.rl.rollout_logprobs.to(device),
-                old_logprobs=self.rl.old_logprobs.to(device),
-                positives=self.rl.positives.to(device),
-            )
         return PackedBatch(
             input_ids=self.input_ids.to(device),
             labels=self.labels.to(device),
@@ -179,5 +178,5 @@ class PackedBatch:
             cu_seqlens=self.cu_seqlens.to(device),
             loss_mask=self.loss_mask.to(device),
             sample_index=self.sample_index,
-            rl=rl,
+            rl=None if self.rl is None else self.rl.to(device),
         )

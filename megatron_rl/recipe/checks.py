@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.recipe.algorithm_checks import algorithm_problems
 from megatron_rl.recipe.batch_checks import batch_problems
 from megatron_rl.recipe.dataset import conversation_problems, dataset_problems, template_problems
 from megatron_rl.recipe.hosts import parse_host_port
 from megatron_rl.recipe.problems import Problem, did_you_mean
 from megatron_rl.recipe.sandbox import sandbox_problems
 from megatron_rl.recipe.stages import (
-    AlgorithmConfig,
     EngineConfig,
     OptimizerConfig,
     RlStage,
@@ -22,13 +22,6 @@ from megatron_rl.recipe.stages import (
 # names of `megatron_rl.rewards`, repeated here to check a recipe without torch; a test compares them
 TASK_REWARDS = ("math_answer", "code_tests")
 SHAPING_REWARDS = ("format", "coin")
-
-# options of AlgorithmConfig that only some surrogates read
-_SURROGATE_OPTIONS = {
-    "clip_high": ("gppo", "clip_higher"),
-    "beta_low": ("gppo",),
-    "beta_high": ("gppo",),
-}
 
 
 def optimizer_steps(stage: Stage) -> int:
@@ -55,7 +48,7 @@ def stage_problems(stage: Stage, path: str) -> Iterator[Problem]:
     yield from _reward_problems(stage, path)
     yield from _batch_problems(stage, path)
     yield from _sampling_problems(stage, path)
-    yield from _algorithm_problems(stage.algorithm, f"{path}.algorithm")
+    yield from algorithm_problems(stage.algorithm, f"{path}.algorithm")
     yield from batch_problems(stage, path)
     yield from sandbox_problems(stage.sandbox, f"{path}.sandbox")
     yield from _engine_problems(stage.engine, f"{path}.engine")
@@ -132,18 +125,6 @@ def _sampling_problems(stage: RlStage, path: str) -> Iterator[Problem]:
         )
 
 
-def _algorithm_problems(algorithm: AlgorithmConfig, path: str) -> Iterator[Problem]:
-    defaults = AlgorithmConfig()
-    for option, users in _SURROGATE_OPTIONS.items():
-        value = getattr(algorithm, option)
-        if algorithm.surrogate not in users and value != getattr(defaults, option):
-            yield Problem(
-                f"{path}.{option}",
-                f"got {value}, but it is not used by surrogate {algorithm.surrogate}, only by "
-                f"{' and '.join(users)}; remove it or change surrogate",
-            )
-    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
-        yield Problem(f"{path}.dual_clip", f"got {algorithm.dual_clip}, must be above 1; null disables it")
 
 
 def _engine_problems(engine: EngineConfig, path: str) -> Iterator[Problem]:

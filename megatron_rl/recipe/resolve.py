@@ -132,6 +132,14 @@ def _file_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.checkpoint is not None and not Path(recipe.model.checkpoint).is_dir():
         yield _missing("model.checkpoint", Path(recipe.model.checkpoint), "directory")
     for i, stage in enumerate(recipe.stages):
+        if (
+            isinstance(stage, RlStage)
+            and stage.algorithm.kl is not None
+            and stage.algorithm.kl.reference is not None
+        ):
+            reference = Path(stage.algorithm.kl.reference)
+            if not reference.is_dir():
+                yield _missing(f"stages.{i}.algorithm.kl.reference", reference, "directory")
         if isinstance(stage, SftStage):
             files = {f"stages.{i}.data": stage.data}
         else:

@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_rl.recipe.algorithm import (
+    AdvantageName,
+    AggregateName,
+    CorrectionConfig,
+    EntropyConfig,
+    KlConfig,
+    SurrogateName,
+)
 from megatron_rl.recipe.batch import DynamicSamplingConfig, OverlongConfig, PromoteConfig, RescoreConfig
 from megatron_rl.recipe.dataset import ConversationConfig, DatasetConfig
 from megatron_rl.recipe.sandbox import SandboxConfig
@@ -82,16 +90,34 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
-    """Advantage, surrogate and how tokens are averaged."""
+    """Advantage, surrogate, how tokens are averaged, and what is added. null: the surrogate's own value.
 
-    surrogate: Literal["gppo", "clip_higher", "grpo"] = "gppo"
-    clip_low: Fraction = 0.2  # ratio is clipped below 1 - clip_low
-    clip_high: NonNegativeFloat = 0.28  # and above 1 + clip_high; `grpo` uses clip_low on both sides
-    dual_clip: PositiveFloat | None = None  # ratio bound for negative advantages, > 1
-    beta_low: NonNegativeFloat = 1.0  # gppo: scale of the low clipped branch
-    beta_high: NonNegativeFloat = 1.0  # gppo: scale of the high clipped branch
-    advantage: Literal["group_std", "group_mean"] = "group_std"
-    aggregate: Literal["token_mean", "sequence_mean"] = "token_mean"
+    Which surrogate reads which option, and its own values: `recipe.algorithm.SURROGATE_OPTIONS`.
+    """
+
+    surrogate: SurrogateName = "gppo"
+    clip_low: Fraction | None = None  # ratio is clipped below 1 - clip_low; gmpo: log-ratio below -clip_low
+    clip_high: NonNegativeFloat | None = None  # and above 1 + clip_high; gmpo: log-ratio above clip_high
+    dual_clip: PositiveFloat | None = None  # ratio bound for negative advantages, > 1; null: none
+    beta_low: NonNegativeFloat | None = None  # gppo: scale of the low clipped branch
+    beta_high: NonNegativeFloat | None = None  # gppo: scale of the high clipped branch
+    unified_mask: Bool = False  # cispo: no gradient where PPO's clip gives none
+    tau_positive: PositiveFloat | None = None  # sapo: steepness of its gate for positive advantages
+    tau_negative: PositiveFloat | None = None  # and for negative ones
+    tau: PositiveFloat | None = None  # dro: weight of the squared log-ratio
+    advantage: AdvantageName = "group_std"
+    advantage_std: Literal["population", "unbiased"] = (
+        "population"  # group_std: divides squares by n, or n - 1
+    )
+    aggregate: AggregateName = "token_mean"
+    # token_sum_norm: the constant length, tokens; null: sampling.max_response_tokens
+    loss_length: PositiveInt | None = None
+    # step: one count over the optimizer step. micro_batch (token_mean alone): tokens are averaged in each
+    # micro-batch, micro-batches by their sequences, so that results depend on the layout; as Klear's code does
+    normaliser: Literal["step", "micro_batch"] = "step"
+    kl: KlConfig | None = None
+    entropy: EntropyConfig | None = None
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     sft_on_positives: NonNegativeFloat = 0.0  # weight of the NLL on correct rollouts
     drop_zero_advantage: Bool = True  # groups whose rollouts all had the same outcome; also all-correct ones
     # what outcome means there, whatever the reward was made of. verdict: correct or not; score: the judge's own, such

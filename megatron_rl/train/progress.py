@@ -28,6 +28,8 @@ class Progress:
     skipped_before: int = 0  # iterations of the plan that earlier stages skipped
     # of the whole run so far, by what is counted
     counts: Mapping[str, int] = field(default_factory=dict)
+    # of an RL stage with an entropy bonus: its coefficient and the entropy last measured
+    entropy: Mapping[str, float | None] = field(default_factory=dict)
     skipped_in_a_row: int = 0  # optimizer steps left out since the last one that was taken
     weight_version: int = 0  # of the weights that the engines have
     data: str = ""  # digest of what the stage trains on
@@ -41,6 +43,7 @@ class Progress:
         counts: Mapping[str, int] | None = None,
         skipped_in_a_row: int = 0,
         weight_version: int = 0,
+        entropy: Mapping[str, float | None] | None = None,
     ) -> Progress:
         """After one more step, whose `counts` are added to those so far."""
         summed = {
@@ -53,6 +56,7 @@ class Progress:
             sampler=self.sampler if sampler is None else sampler,
             pace=self.pace if pace is None else pace,
             counts=summed,
+            entropy=self.entropy if entropy is None else entropy,
             skipped_in_a_row=skipped_in_a_row,
             weight_version=weight_version,
         )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from megatron_rl.algo.entropy import EntropyState
 from megatron_rl.data.promotion import observe, promotion_metrics
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.progress import Progress
+from megatron_rl.train.reference import open_reference
 from megatron_rl.train.rl_data import RlData
 from megatron_rl.train.rl_metrics import iteration_counts, iteration_metrics, num_tokens
 from megatron_rl.train.rl_session import RlSession
-from megatron_rl.train.updates import add_old_logprobs, apply_update, plan_updates
+from megatron_rl.train.scoring import score_updates
+from megatron_rl.train.updates import apply_updates, plan_updates
 
 
 def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunContext) -> Progress:
@@ -17,10 +20,13 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
 
     Three policies meet: the rollout policy (the engine, at the weights of the last transfer), the old policy (this
     trainer before the updates; its log-probs are recomputed here) and the current one. f is the recipe's surrogate,
-    A the group advantage, N one global count of trained tokens or sequences per optimizer step.
+    A the advantage, N one global count of trained tokens or sequences per optimizer step. A KL term to a reference,
+    an entropy bonus and weights against the mismatch of engine and trainer are added where the recipe asks for them.
     """
-    policy, temperature = run.policy, stage.sampling.temperature
+    policy = run.policy
     run.start_stage(stage, progress, total_steps=stage.iterations * stage.updates_per_rollout)
+    reference = open_reference(stage, progress, run)
+    entropy = EntropyState.start(stage.algorithm.entropy, progress.entropy)
     run.phases.enter("engines")
     with RlSession(stage, data, progress, run) as session:
         run.reporter.start_stage(progress)
@@ -34,13 +40,15 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
 
             # old log-probs of every update come before the first one changes the weights
             with meter.span("logprob"):
-                updates = [add_old_logprobs(policy, update, temperature=temperature) for update in updates]
+                updates, scored = score_updates(
+                    policy, updates, collected.kept, stage, reference=reference
+                )
             with meter.span("train"):
-                steps = [apply_update(policy, update, stage) for update in updates]
+                steps, entropy = apply_updates(policy, updates, stage, entropy)
             with meter.span("sync"):
                 transfer = session.push_weights(progress.advanced(iteration + 1))
 
-            metrics = iteration_metrics(collected, updates, steps, policy=policy) | transfer
+            metrics = iteration_metrics(collected, updates, steps, policy=policy) | scored | transfer
             metrics |= meter.metrics(tokens=num_tokens(collected.groups))
             pace, promotion = observe(progress.pace, stage, iteration, metrics)
             metrics |= promotion_metrics(stage, progress.pace, iteration, promotion)
@@ -51,6 +59,7 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
                 counts=iteration_counts(collected, steps),
                 skipped_in_a_row=policy.optimizer.skipped_in_a_row,
                 weight_version=policy.optimizer.num_steps,
+                entropy=entropy.to_dict() if stage.algorithm.entropy else None,
             )
             run.reporter.rollouts(progress, collected.groups)
             total = progress.last_step(run.recipe.stages)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.advantages import ADVANTAGES
+from megatron_rl.algo.advantages import advantages
 from megatron_rl.algo.aggregate import normaliser, positive_normaliser
+from megatron_rl.algo.entropy import EntropyState
 from megatron_rl.algo.losses import policy_loss
 from megatron_rl.algo.metric import Metric
-from megatron_rl.algo.surrogates import make_surrogate
+from megatron_rl.algo.surrogates import is_anchored_to_old, make_policy_loss
 from megatron_rl.data.pack import with_old_logprobs
-from megatron_rl.data.types import PackedBatch, RolloutGroup, TrainSample
+from megatron_rl.data.types import PackedBatch, Rollout, RolloutGroup, TrainSample
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.train.batches import local_batches, rollout_samples, split_updates
 from megatron_rl.train.groups import masks_truncated
+from megatron_rl.train.metrics import merge
 from megatron_rl.train.optimizer import SKIPPED
 from megatron_rl.train.policy import LossFunction, Policy
 
@@ -35,16 +37,19 @@ class Update:
 def plan_updates(
     groups: Sequence[RolloutGroup], stage: RlStage, layout: ParallelLayout, *, dp_rank: int
 ) -> list[Update]:
-    """Advantages over whole groups first, then the cut into optimizer steps, ranks and micro-batches.
+    """Advantages over all groups first, then the cut into optimizer steps, ranks and micro-batches.
 
     A step in which no token is trained on is not taken: it would divide by zero, and moments alone would move weights.
     """
-    advantages_of = ADVANTAGES[stage.algorithm.advantage]
-    updates = []
+    of_group = group_advantages(groups, stage)
+    updates: list[Update] = []
+    first = 0
     per_update = stage.prompts_per_iteration // stage.updates_per_rollout
     for part in split_updates(groups, groups_per_update=per_update):
-        advantages = [advantages_of([rollout.reward.score for rollout in group.rollouts]) for group in part]
-        samples = rollout_samples(part, advantages, mask_truncated=masks_truncated(stage))
+        samples = rollout_samples(
+            part, of_group[first : first + len(part)], mask_truncated=masks_truncated(stage)
+        )
+        first += len(part)
         if not any(sample.num_trained_tokens for sample in samples):
             continue
         batches = local_batches(
@@ -54,29 +59,81 @@ def plan_updates(
     return updates
 
 
+def group_advantages(
+    groups: Sequence[RolloutGroup], stage: RlStage, *, penalties: Mapping[str, float] | None = None
+) -> list[list[float]]:
+    """Advantages of every rollout by the recipe; `groups` are all that the iteration trains on, on every rank.
+
+    `penalties`, by sample id, are taken off the rewards first.
+    """
+    algorithm, taken = stage.algorithm, penalties or {}
+    rewards = [
+        [
+            rollout.reward.score - taken.get(f"{group.prompt.id}/{rollout.sample_index}", 0.0)
+            for rollout in group.rollouts
+        ]
+        for group in groups
+    ]
+    return advantages(
+        algorithm.advantage,
+        rewards,
+        tokens=[[_num_trained_tokens(rollout, stage) for rollout in group.rollouts] for group in groups],
+        unbiased=algorithm.advantage_std == "unbiased",
+    )
+
+
+def _num_trained_tokens(rollout: Rollout, stage: RlStage) -> int:
+    completion = rollout.completion
+    is_masked = masks_truncated(stage) and completion.finish.is_truncated()
+    return 0 if is_masked else len(completion.token_ids)
+
+
 def add_old_logprobs(policy: Policy, update: Update, *, temperature: float) -> Update:
     """The same update with this trainer's log-probs before any step of the iteration. Collective."""
     logprobs = policy.logprobs(update.batches, temperature=temperature)
     batches = [with_old_logprobs(b, values.cpu()) for b, values in zip(update.batches, logprobs, strict=True)]
-    return Update(samples=update.samples, batches=batches)
+    return replace(update, batches=batches)
 
 
-def update_loss(update: Update, stage: RlStage) -> LossFunction:
+def update_loss(update: Update, stage: RlStage, *, entropy_coefficient: float = 0.0) -> LossFunction:
     """The loss of one optimizer step by the recipe's algorithm; its normalisers count the whole step."""
     algorithm = stage.algorithm
+    per_micro_batch = algorithm.normaliser == "micro_batch"
+    length = algorithm.loss_length or stage.sampling.max_response_tokens
+    # of micro-batches means are weighted by their sequences
+    counted = "sequence_mean" if per_micro_batch else algorithm.aggregate
     return partial(
         policy_loss,
-        surrogate=make_surrogate(algorithm),
+        surrogate=make_policy_loss(algorithm, entropy_coefficient=entropy_coefficient),
         aggregate=algorithm.aggregate,
-        normaliser=normaliser(update.samples, algorithm.aggregate),
+        normaliser=normaliser(update.samples, counted, loss_length=length),
         sft_on_positives=algorithm.sft_on_positives,
         positive_normaliser=positive_normaliser(update.samples),
+        per_micro_batch=per_micro_batch,
+        anchored_to_old=is_anchored_to_old(algorithm),
     )
 
 
-def apply_update(policy: Policy, update: Update, stage: RlStage) -> list[list[Metric]]:
+def apply_updates(
+    policy: Policy, updates: Sequence[Update], stage: RlStage, entropy: EntropyState
+) -> tuple[list[list[list[Metric]]], EntropyState]:
+    """One optimizer step after the other; the metrics of each, and where they leave the entropy bonus. Collective."""
+    config, steps = stage.algorithm.entropy, []
+    for update in updates:
+        coefficient = entropy.active_coefficient(config)
+        step = apply_update(policy, update, stage, entropy_coefficient=coefficient)
+        entropy = entropy.after_step(config, merge(step).get("policy/entropy"))
+        if config is not None:
+            step.append([Metric(name="policy/entropy_coefficient", value=coefficient, reduce="mean")])
+        steps.append(step)
+    return steps, entropy
+
+
+def apply_update(
+    policy: Policy, update: Update, stage: RlStage, *, entropy_coefficient: float = 0.0
+) -> list[list[Metric]]:
     """One optimizer step; metrics of every micro-batch of every rank. Collective."""
-    loss_fn = update_loss(update, stage)
+    loss_fn = update_loss(update, stage, entropy_coefficient=entropy_coefficient)
     metrics = policy.forward_backward(update.batches, loss_fn, temperature=stage.sampling.temperature)
     stats = policy.optimizer_step()
     step = [
@@ -88,11 +145,14 @@ def apply_update(policy: Policy, update: Update, stage: RlStage) -> list[list[Me
 
 
 def logprob_gaps(updates: Sequence[Update]) -> Tensor:
-    """|old - rollout| log-prob of every trained token of this rank, [K] float32."""
+    """|old - rollout| log-prob of every trained token of this rank, [K] float32.
+
+    Without the micro-batches whose old log-probs are the engine's own: they tell nothing of the trainer's.
+    """
     gaps = [
         (batch.rl.old_logprobs - batch.rl.rollout_logprobs)[batch.loss_mask].abs()
         for update in updates
         for batch in update.batches
-        if batch.rl is not None
+        if batch.rl is not None and batch.rl.old_logprobs is not batch.rl.rollout_logprobs
     ]
     return torch.cat(gaps) if gaps else torch.zeros(0)

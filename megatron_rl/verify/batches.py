@@ -23,9 +23,11 @@ from megatron_rl.data.types import (
     TrainSample,
     Verdict,
 )
+from megatron_rl.recipe.algorithm import option
 from megatron_rl.recipe.stages import AlgorithmConfig, RlStage, SftStage
 
 _CLEAR = 0.2  # nats between a planted ratio and the clip: rounding must not carry a token across
+_USUAL, _LOWEST = 0.2, 0.9
 
 
 def sft_samples(stage: SftStage, tokenizer: Tokenizer, *, seed: int, index: int) -> list[TrainSample]:
@@ -98,8 +100,10 @@ def planted_logprobs(
     clips the same tokens.
     """
     draw = random.Random(derive_seed(seed, "ratios"))
-    upper = algorithm.clip_low if algorithm.surrogate == "grpo" else algorithm.clip_high
-    above, below = math.log1p(upper), math.log1p(-algorithm.clip_low)
+    low, high = option(algorithm, "clip_low"), option(algorithm, "clip_high")
+    # a surrogate without bounds, or without a lower one, is walked on both sides of ratios that are usual
+    below = math.log1p(-min(_USUAL if low is None else low, _LOWEST))
+    above = math.log1p((_USUAL if low is None else low) if high is None else high)
 
     def ratio() -> float:
         return draw.choice((below - _CLEAR, draw.uniform(below / 2, above / 2), above + _CLEAR))

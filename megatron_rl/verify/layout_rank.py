@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from megatron_rl.algo.aggregate import normaliser
+from megatron_rl.algo.entropy import EntropyState
 from megatron_rl.algo.losses import sft_loss
-from megatron_rl.data.pack import unpack_per_token, with_old_logprobs
+from megatron_rl.data.pack import unpack_per_token, with_old_logprobs, with_ref_logprobs
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.data.types import PackedBatch, RolloutGroup
 from megatron_rl.model.spec import ModelSpec
@@ -142,8 +143,13 @@ def _rl(
     batches = []
     for batch in update.batches:
         assert batch.rl is not None
-        batches.append(with_old_logprobs(batch, batch.rl.rollout_logprobs))
-    return batches, update_loss(update, stage)
+        planted_batch = with_old_logprobs(batch, batch.rl.rollout_logprobs)
+        if stage.algorithm.kl is not None:
+            # any policy will do for a reference
+            planted_batch = with_ref_logprobs(planted_batch, batch.rl.rollout_logprobs)
+        batches.append(planted_batch)
+    entropy = EntropyState.start(stage.algorithm.entropy, {}).active_coefficient(stage.algorithm.entropy)
+    return batches, update_loss(update, stage, entropy_coefficient=entropy)
 
 
 def _response_logprobs(

@@ -114,6 +114,10 @@ class _Cutter:
         while per_update * group % self._shares:
             per_update += 1
         response = min(stage.sampling.max_response_tokens, _RESPONSE)
+        if stage.algorithm.kl is not None:
+            # a directory of a model of the full size does not fit
+            kl = replace(stage.algorithm.kl, reference=None)
+            stage = replace(stage, algorithm=replace(stage.algorithm, kl=kl))
         if self._trains:
             # a random model solves nothing
             stage = with_coin(stage)

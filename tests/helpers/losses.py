@@ -29,6 +29,8 @@ def evaluate(loss: TokenLoss, logprob: Tensor, entropy: Tensor | None = None) ->
         loss.config,
         token_weight=inputs.token_weight,
         entropy=entropy,
+        ref_logprob=inputs.ref_logprob,
+        correction=inputs.correction,
         nll_weight=inputs.nll_weight,
         cu_seqlens=inputs.cu_seqlens,
     )

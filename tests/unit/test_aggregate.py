@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from megatron_rl.algo.aggregate import normaliser, positive_normaliser, token_weights
+from megatron_rl.algo.aggregate import (
+    micro_batch_mean_weights,
+    normaliser,
+    positive_normaliser,
+    token_weights,
+)
 from megatron_rl.data.types import TrainSample
 
 # sequences of 3, 2 and 4 positions; the second is fully masked
@@ -49,3 +54,21 @@ def test_normalisers_count_trained_tokens_or_sequences_that_have_any():
 def test_fully_masked_batch_has_zero_weights_and_not_nan(aggregate):
     weights = token_weights(aggregate, loss_mask=torch.zeros(9, dtype=torch.bool), cu_seqlens=CU_SEQLENS)
     assert weights.tolist() == [0.0] * 9
+
+
+def test_sequence_sum_and_a_constant_length_weigh_tokens_alike_and_count_sequences():
+    for aggregate in ("sequence_sum", "token_sum_norm"):
+        weights = token_weights(aggregate, loss_mask=MASK, cu_seqlens=CU_SEQLENS)
+        assert weights.tolist() == [0, 1, 1, 0, 0, 1, 1, 1, 1]
+    assert normaliser(SAMPLES, "sequence_sum") == 2.0
+    assert normaliser(SAMPLES, "token_sum_norm", loss_length=50) == 100.0
+
+
+def test_a_micro_batch_s_own_mean_weighs_by_its_trained_sequences():
+    weights = micro_batch_mean_weights(MASK, loss_mask=MASK, cu_seqlens=CU_SEQLENS)
+    # two trained sequences, six trained tokens
+    assert weights.tolist() == pytest.approx([0, 1 / 3, 1 / 3, 0, 0, 1 / 3, 1 / 3, 1 / 3, 1 / 3])
+    positives = torch.tensor([False, True, True] + [False] * 6)
+    of_positives = micro_batch_mean_weights(positives, loss_mask=MASK, cu_seqlens=CU_SEQLENS)
+    assert of_positives.tolist() == [0, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert micro_batch_mean_weights(~MASK & MASK, loss_mask=MASK, cu_seqlens=CU_SEQLENS).tolist() == [0.0] * 9

@@ -1,15 +1,19 @@
 """Losses of a micro-batch: values, gradients, metrics, and independence of how the batch is cut."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+from megatron_rl.algo.aggregate import token_weights
 from megatron_rl.algo.losses import mismatch_metrics, policy_loss, sft_loss
-from megatron_rl.algo.surrogates import clip_higher, gppo
+from megatron_rl.algo.surrogates import clip_higher, gppo, make_policy_loss, reinforce
 from megatron_rl.data.types import PackedBatch, RlFields
 from megatron_rl.errors import TrainingError
+from megatron_rl.recipe.algorithm import KlConfig
+from megatron_rl.recipe.stages import AlgorithmConfig
 from tests.helpers.losses import evaluate
 
 LENGTHS = [3, 5, 2, 6]
@@ -47,7 +51,8 @@ def _cut(batch, start, stop):
     """Sequences start to stop of a batch, as a batch of its own, and the slice of tokens that they take."""
     bounds = batch.cu_seqlens[start : stop + 1]
     tokens = slice(int(bounds[0]), int(bounds[-1]))
-    rl = RlFields(**{name: getattr(batch.rl, name)[tokens] for name in RlFields.__slots__})
+    fields = {name: getattr(batch.rl, name) for name in RlFields.__slots__}
+    rl = RlFields(**{name: one[tokens] for name, one in fields.items() if one is not None})
     names = ("input_ids", "labels", "position_ids", "loss_mask")
     fields = {name: getattr(batch, name)[tokens] for name in names}
     return PackedBatch(**fields, cu_seqlens=bounds - bounds[0], rl=rl), tokens
@@ -205,3 +210,81 @@ def test_mismatch_metrics_are_mean_nearest_rank_p99_and_max_of_absolute_gaps():
 
 def test_no_gaps_give_no_mismatch_metrics():
     assert mismatch_metrics(torch.zeros(0)) == []
+
+
+def _with(batch, **fields):
+    """The batch with some of its RL fields replaced."""
+    return replace(batch, rl=replace(batch.rl, **fields))
+
+
+@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", "sequence_sum", "token_sum_norm"])
+def test_a_rejected_token_keeps_its_place_in_the_denominator(aggregate):
+    batch, logprob = _batch(LENGTHS)
+    options = {"surrogate": reinforce(), "aggregate": aggregate, "normaliser": 7.0}
+    logprob.requires_grad_()
+    (plain,) = torch.autograd.grad(evaluate(policy_loss(batch, **options), logprob).loss, logprob)
+    correction = torch.ones_like(plain)
+    correction[::2] = 0.0
+    correction[1] = 3.0
+    loss = evaluate(policy_loss(_with(batch, correction=correction), **options), logprob).loss
+    (corrected,) = torch.autograd.grad(loss, logprob)
+    torch.testing.assert_close(corrected, plain * correction)
+
+
+def test_kl_in_the_loss_is_aggregated_like_the_surrogate_and_reported():
+    batch, logprob = _batch(LENGTHS)
+    ref = batch.rl.old_logprobs - 0.3
+    recipe = AlgorithmConfig(
+        surrogate="reinforce", kl=KlConfig(coefficient=0.5, estimator="k3_straight_through")
+    )
+    loss = policy_loss(
+        _with(batch, ref_logprobs=ref, advantages=torch.zeros_like(ref)),
+        surrogate=make_policy_loss(recipe), aggregate="sequence_mean", normaliser=3.0,
+    )  # fmt: skip
+    logprob.requires_grad_()
+    out = evaluate(loss, logprob)
+    (grad,) = torch.autograd.grad(out.loss, logprob)
+    weights = token_weights("sequence_mean", loss_mask=batch.loss_mask, cu_seqlens=batch.cu_seqlens)
+    gap = torch.where(batch.loss_mask, ref - logprob.detach(), 0.0)
+    torch.testing.assert_close(grad, weights / 3.0 * 0.5 * -gap)
+    want = (gap.exp() - 1 - gap)[batch.loss_mask].mean()
+    torch.testing.assert_close(out.metrics["policy/kl_ref"].value, want)
+
+
+def test_without_a_reference_no_distance_to_one_is_reported():
+    batch, logprob = _batch(LENGTHS)
+    options = {"aggregate": "token_mean", "normaliser": 7.0}
+    anchored = AlgorithmConfig(surrogate="dro", tau=0.1)
+    for surrogate, is_anchored in ((make_policy_loss(anchored), True), (gppo(0.2, 0.28), False)):
+        loss = policy_loss(batch, surrogate=surrogate, anchored_to_old=is_anchored, **options)
+        assert "policy/kl_ref" not in evaluate(loss, logprob).metrics
+
+
+def test_means_of_micro_batches_are_weighted_by_sequences_for_surrogate_and_positives_alike():
+    """As released with arXiv 2508.07629: sum over micro-batches of sequences / all sequences * token mean."""
+    batch, logprob = _batch([5, 3, 9, 4, 2])
+    logprob.requires_grad_()
+    wanted = torch.zeros(())
+    loss = torch.zeros(())
+    for start, stop in ((0, 2), (2, 4)):
+        part, tokens = _cut(batch, start, stop)
+        mask, rl = part.loss_mask, part.rl
+        of_mean = -(rl.advantages * logprob[tokens])[mask].mean()
+        positive = rl.positives > 0
+        if positive.any():
+            of_mean = of_mean + 0.1 * -logprob[tokens][positive].mean()
+        wanted = wanted + 2 / 4 * of_mean
+        options = {
+            "normaliser": 4.0,
+            "sft_on_positives": 0.1,
+            "positive_normaliser": 99.0,
+            "per_micro_batch": True,
+        }
+        loss = (
+            loss
+            + evaluate(
+                policy_loss(part, surrogate=reinforce(), aggregate="token_mean", **options), logprob[tokens]
+            ).loss
+        )
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(one, logprob)[0] for one in (loss, wanted)))

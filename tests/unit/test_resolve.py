@@ -157,7 +157,7 @@ CASES = [
     (["stages.1.algorithm.dual_clip=1"], 1, "stages.1.algorithm.dual_clip", "got 1.0, must be above 1"),
     (["stages.1.algorithm.surrogate=grpo", "stages.1.algorithm.clip_high=0.3"], 1,
      "stages.1.algorithm.clip_high",
-     "not used by surrogate grpo, only by gppo and clip_higher"),
+     "not used by surrogate grpo, only by ppo, clip_higher, gppo, "),
     (["stages.1.algorithm.surrogate=clip_higher", "stages.1.algorithm.beta_low=0.5"], 1,
      "stages.1.algorithm.beta_low", "not used by surrogate clip_higher, only by gppo"),
     (["stages.1.curriculum.0.iterations=3"], 1, "stages.1.curriculum", "windows last 7 iterations"),

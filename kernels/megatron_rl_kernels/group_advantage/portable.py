@@ -24,7 +24,8 @@ def group_advantage_portable(
         deviation = (_sums(advantage.square(), groups) / (counts - int(unbiased)).clamp(min=1)).sqrt()
         advantage = advantage / (deviation[groups.index] + eps)
     elif mode == "leave_one_out":
-        advantage = advantage * (counts / (counts - 1).clamp(min=1))[groups.index]
+        # a quotient of whole numbers would be float32
+        advantage = advantage * (counts.double() / (counts - 1).clamp(min=1))[groups.index]
     elif mode == "batch_std":
         advantage = advantage / (_batch_std(rewards, unbiased) + eps)
     elif mode == "centred_batch_std":
