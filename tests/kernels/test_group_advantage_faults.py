@@ -29,7 +29,7 @@ FAULTS = [
     (portable, "(counts - int(unbiased))", "(counts - 1)", TRAINER, STD),
     (portable, "(counts - int(unbiased))", "counts", HAND, UNBIASED),
     (portable, "deviation[groups.index] + eps", "deviation[groups.index]", HAND, UNBIASED),
-    (portable, "counts / (counts - 1)", "(counts - 1) / (counts - 1)", HAND, OTHERS),
+    (portable, "counts.double() / (counts - 1)", "(counts - 1).double() / (counts - 1)", HAND, OTHERS),
     (portable, "_batch_std(rewards, unbiased)", "_batch_std(advantage, unbiased)", SHUFFLED, ("batch_std", False)),
     (portable, "torch.where(varied, advantage, 0.0)", "advantage", EQUAL, ("std", 0.0, 0.1)),
     (portable, ".index_copy_(0, groups.order, advantage)", ".copy_(advantage)", SHUFFLED, ("mean", False)),
