@@ -125,8 +125,6 @@ def _sampling_problems(stage: RlStage, path: str) -> Iterator[Problem]:
         )
 
 
-
-
 def _engine_problems(engine: EngineConfig, path: str) -> Iterator[Problem]:
     if engine.port > 65535:
         yield Problem(f"{path}.port", f"got {engine.port}, must be at most 65535; 0 takes any free one")

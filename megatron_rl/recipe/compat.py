@@ -16,6 +16,9 @@ Path = tuple[str, ...]
 # `code_r1_compute.py`) where they differ from the paper (arXiv 2508.07629). Keys are those of an RL stage.
 _KLEAR_REPO: dict[str, Any] = {
     "algorithm.dual_clip": 10.0,
+    "algorithm.advantage_std": "unbiased",
+    # token means of micro-batches, for the surrogate and for the positives
+    "algorithm.normaliser": "micro_batch",
     # a group is dropped by whether a response passes all tests, not by the share that it passes
     "algorithm.zero_advantage_by": "all_pass",
     # +1 and -1 instead of 1 and 0; 2p - 1 for a share p of tests

@@ -40,9 +40,7 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
 
             # old log-probs of every update come before the first one changes the weights
             with meter.span("logprob"):
-                updates, scored = score_updates(
-                    policy, updates, collected.kept, stage, reference=reference
-                )
+                updates, scored = score_updates(policy, updates, collected.kept, stage, reference=reference)
             with meter.span("train"):
                 steps, entropy = apply_updates(policy, updates, stage, entropy)
             with meter.span("sync"):

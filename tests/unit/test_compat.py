@@ -12,6 +12,8 @@ from tests.helpers.recipes import RECIPE
 # what Klear's released code does where its paper says otherwise
 KLEAR = {
     "algorithm.dual_clip": 10.0,
+    "algorithm.advantage_std": "unbiased",
+    "algorithm.normaliser": "micro_batch",
     "algorithm.zero_advantage_by": "all_pass",
     "grader.scale": (-1.0, 1.0),
     "grader.missing_think_close": -0.5,
