@@ -18,7 +18,7 @@ from megatron_rl.rewards.extract import MAX_ANSWER_CHARS, extract_answer
 from megatron_rl.rewards.pool import PoolVerdict, WorkerPool
 from megatron_rl.rewards.protocol import Grade, RewardInput
 from megatron_rl.rewards.rational import read_number
-from megatron_rl.rewards.spelling import spell, tokens
+from megatron_rl.rewards.spelling import spell, tokens, without_label
 
 _CACHE_ENTRIES = 100_000
 # a right answer anywhere wins; else a grader's failure outranks "wrong", so that it is seen
@@ -158,7 +158,7 @@ def quick_verdict(gold: str, answer: str) -> Verdict | None:
         return Verdict.CORRECT
     if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
         return Verdict.WRONG
-    of_gold, of_answer = tokens(gold), tokens(answer)
+    of_gold, of_answer = without_label(tokens(gold), tokens(answer))
     if not of_answer:
         return Verdict.WRONG
     if spell(of_gold) == spell(of_answer):

@@ -105,6 +105,16 @@ class _NumberReader:
         if is_fraction and part[2].isdigit() and part[5].isdigit() and int(part[2]) < int(part[5]):
             self.index += 7
             return whole + Fraction(int(part[2]), int(part[5]))
+        # 3 1/4 as plain text
+        if (
+            len(part) >= 3
+            and part[1] == "/"
+            and part[0].isdigit()
+            and part[2].isdigit()
+            and int(part[0]) < int(part[2])
+        ):
+            self.index += 3
+            return whole + Fraction(int(part[0]), int(part[2]))
         return Fraction(whole)
 
     def repeating(self, decimal: str) -> Fraction:

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.rewards.spelling import closing, is_text, strip_units, unwrap
+from megatron_rl.rewards.rational import read_number
+from megatron_rl.rewards.spelling import unwrap
+from megatron_rl.rewards.units import closing, is_text, strip_units
 
 _MATRICES = {f"{{{kind}matrix}}" for kind in ("", "p", "b", "v", "B", "V", "small")} | {"{array}"}
 _RELATIONS = {"<", ">", "\\leq", "\\geq", "\\neq"}
+_NAME_SIGNS = {"_", "{", "}", "(", ")", ",", "'", "\\theta", "\\overline", "\\alpha", "\\beta", "\\lambda"}
+_FIGURES = {"\\angle", "\\triangle"}
+_OR = {"or", "\\text{or}"}
 _MAX_DEPTH = 12
 
 
@@ -83,8 +88,11 @@ def read_shape(found: list[str], depth: int = 0) -> Shape:
     matrix = _read_matrix(found, depth)
     if matrix is not None:
         return matrix
-    pieces = split(found, {",", ";", "and", "or", "\\text{and}", "\\text{or}"})
-    if len(pieces) > 1:
+    either = [piece for piece in split(found, _OR) if piece]
+    if len(either) > 1 and all(_is_relation(piece) for piece in either):
+        return Union(tuple(read_shape(piece, depth + 1) for piece in either))
+    pieces = split(found, {",", ";", "and", "\\text{and}", *_OR})
+    if len(pieces) > 1 and any(pieces):
         return Unordered(_flat([read_shape(piece, depth + 1) for piece in pieces if piece]))
     if len(parts := split(found, {"\\cup"})) > 1:
         return Union(tuple(read_shape(part, depth + 1) for part in parts))
@@ -92,6 +100,10 @@ def read_shape(found: list[str], depth: int = 0) -> Shape:
     if bracketed is not None:
         return bracketed
     return _read_statement(found, depth)
+
+
+def _is_relation(found: list[str]) -> bool:
+    return any(token in _RELATIONS for token in found) and not any(t in {",", ";"} for t in found)
 
 
 def split(found: list[str], separators: set[str]) -> list[list[str]]:
@@ -135,7 +147,10 @@ def _read_bracketed(found: list[str], depth: int) -> Shape | None:
     if found[0] == "\\{":
         builder = split(inside, {"|", ":"})
         if len(builder) == 2:
-            return read_shape(builder[1], depth + 1)
+            left = split(builder[0], {"\\in"})[0]
+            condition = read_shape(builder[1], depth + 1)
+            # of what is a name, the condition says all; 2n for whole n is another matter
+            return condition if _name_of(left) else Ordered("{", "}", (Leaf(tuple(builder[0])), condition))
         pieces = split(inside, {",", ";"})
         return Unordered(_flat([read_shape(piece, depth + 1) for piece in pieces if piece]))
     pieces = split(inside, {",", ";"})
@@ -151,11 +166,21 @@ def _read_statement(found: list[str], depth: int) -> Shape:
         return read_shape(member[1], depth + 1)
     sides = split(found, {"="})
     if len(sides) > 1 and all(sides):
+        values = [read_number(side) for side in sides]
+        if None not in values and len(set(values)) == 1:
+            # 3 * 4 = 12 is a way to say 12
+            return Leaf(tuple(sides[-1]))
+        known = {value for value in values[1:] if value is not None}
+        if len(known) > 1:
+            # x = 3 = 4 names several values
+            return Unordered(tuple(Leaf(tuple(side)) for side in sides[1:]))
         equation = Equation(tuple(sides[0]), tuple(sides[-1]))
         name = _name_of(sides[0])
         return Named(name, read_shape(sides[-1], depth + 1), equation) if name else equation
     if any(token in _RELATIONS for token in found):
         return Relation(tuple(found))
+    if found == ["\\emptyset"]:
+        return Unordered(())
     ratio = split(found, {":"})
     if len(ratio) > 1 and all(ratio):
         return Ordered(":", ":", tuple(read_shape(part, depth + 1) for part in ratio))
@@ -168,10 +193,17 @@ def _read_statement(found: list[str], depth: int) -> Shape:
 
 def _name_of(found: list[str]) -> str:
     """`x`, `a_{37}`, `f(x)`, `\\theta` or `(p,q,r)` as one string; nothing for what has a value."""
-    if not found or not (found[0].isalpha() or found[0] in {"(", "\\theta"}):
+    if found and found[0] in _FIGURES:
+        found = found[1:]
+    is_length = len(found) == 3 and found[0] == found[2] == "|" and found[1].isupper() and len(found[1]) == 2
+    if is_length or (len(found) == 1 and found[0].startswith("\\text{") and len(found[0]) < 40):
+        return "".join(found)
+    if not found or not (
+        found[0].isalpha() or found[0] in {"(", "\\theta"} or found[:2] == ["\\overline", "{"]
+    ):
         return ""
     for before, token in zip(["", *found], found, strict=False):
-        is_index = token.isdigit() and before == "{"
-        if not (token.isalpha() or is_index or token in {"_", "{", "}", "(", ")", ",", "\\theta"}):
+        is_index = token.isdigit() and before in {"{", "("}
+        if not (token.isalpha() or is_index or token in _NAME_SIGNS):
             return ""
     return "".join(found)

@@ -5,62 +5,56 @@ Pure string work on texts of bounded length; values are never computed here.
 
 from __future__ import annotations
 
-import re
-from itertools import pairwise
-
-# no alternative of this pattern can match the same text in two ways: it cannot backtrack
-_TOKEN = re.compile(
-    r"\\(?:begin|end)\{[A-Za-z]+\*?\}|\\[A-Za-z]+|\\.|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[A-Za-z]+|\s+|.", re.S
+from megatron_rl.rewards.lexicon import (
+    CHOICE_WORDS,
+    DROPPED,
+    DROPPED_WITH_ARGUMENT,
+    E_NOTATION,
+    FUNCTIONS,
+    LETTER_COMMANDS,
+    SAME,
+    SPACES,
+    TEXT_COMMANDS,
+    TOKEN,
+    TRIGONOMETRIC,
+    UNICODE_TABLE,
 )
-_TEXT_COMMANDS = {
-    "\\text", "\\textbf", "\\textnormal", "\\textrm", "\\textit", "\\textsf", "\\texttt", "\\mbox", "\\hbox",
-    "\\mathrm", "\\mathbf", "\\mathit", "\\mathsf",
-}  # fmt: skip
-_DROPPED = {
-    "$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\left", "\\right", "\\displaystyle", "\\limits", "\\big",
-    "\\Big", "\\bigl", "\\bigr", "\\Bigl", "\\Bigr", "€", "£", "¥", "\\pounds", "\\bf", "\\rm",
-}  # fmt: skip
-_SPACES = {"\\,", "\\!", "\\;", "\\:", "\\ ", "~", "\\quad", "\\qquad"}
-_SAME = {
-    "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\times": "\\cdot",
-    "*": "\\cdot", "\\div": "/",
-    "\\le": "\\leq", "\\leqslant": "\\leq", "\\ge": "\\geq", "\\geqslant": "\\geq", "\\ne": "\\neq",
-    "\\lt": "<",
-    "\\gt": ">", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\langle": "(", "\\rangle": ")", "\\lvert": "|",
-    "\\rvert": "|", "\\vert": "|", "\\mid": "|", "\\dots": "\\ldots", "\\cdots": "\\ldots", "\\%": "%",
-    "\\varnothing": "\\emptyset", "\\degree": "°", "\\backslash": "\\setminus", "\\infin": "\\infty",
-    "\\lor": "or",
-}  # fmt: skip
-_UNICODE = {
-    "−": "-", "–": "-", "—": "-", "×": "\\cdot ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "≤": "\\leq ",  # noqa: RUF001
-    "≥": "\\geq ", "≠": "\\neq ", "∞": "\\infty ", "π": "\\pi ", "√": "\\sqrt ", "∪": "\\cup ", "∩": "\\cap ",  # noqa: RUF001
-    "∅": "\\emptyset ", "±": "\\pm ", "、": ",", "，": ",", "。": ".", "∈": "\\in ", "ℝ": "\\mathbb{R}",  # noqa: RUF001
-    "²": "^{2}", "³": "^{3}", "⁴": "^{4}", "⁵": "^{5}", "⁶": "^{6}", "⁷": "^{7}", "⁸": "^{8}", "⁹": "^{9}",
-    "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "θ": "\\theta ", "\u3000": " ", "º": "°",
-}  # fmt: skip
-_FULL_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
-_UNICODE_TABLE = str.maketrans(_FULL_WIDTH | _UNICODE)
-_UNITS = {
-    "cm", "mm", "km", "dm", "ft", "kg", "mg", "lb", "lbs", "oz", "mph", "kph", "sec", "min", "hr", "hrs",
-    "cents", "cent", "dollars", "dollar", "euros", "degrees", "degree", "inches", "inch", "feet", "foot",
-    "miles", "mile", "meters", "meter", "metres", "metre", "hours", "hour", "minutes", "minute", "seconds",
-    "second", "days", "day", "weeks", "week", "months", "month", "years", "year", "people", "units", "unit",
-    "square", "cubic", "per", "percent", "grams", "gram", "liters", "liter",
-}  # fmt: skip
-_TRIGONOMETRIC = {"\\sin", "\\cos", "\\tan", "\\cot", "\\sec", "\\csc"}
-_NOT_UNITS = {"and", "or", "not", "no", "none", "to", "plus", "minus", "times", "over"}
-_MAX_UNIT_WORDS = 4
+from megatron_rl.rewards.units import closing, is_text, strip_units
 
 
 def tokens(text: str) -> list[str]:
     """Canonical tokens of an answer: differences of spelling gone. `\\text{...}` is one token."""
-    raw = [_SAME.get(token, token) for token in _TOKEN.findall(text.translate(_UNICODE_TABLE))]
-    found = _join_thousands(_gather_texts([token for token in raw if token not in _DROPPED]))
-    found = [token for token in found if not token.isspace() and token not in _SPACES]
-    found = _brace_arguments(_degrees(found))
-    while found and found[-1] in {".", ",", ";"}:
+    plain = E_NOTATION.sub(r"\1\\cdot 10^{\2}", text.translate(UNICODE_TABLE))
+    raw = [SAME.get(token, token) for token in TOKEN.findall(plain)]
+    found = _join_thousands(_gather_texts(_without_layout(raw)))
+    found = [FUNCTIONS.get(token, token) for token in found if not token.isspace() and token not in SPACES]
+    found = _brace_arguments(_degrees(_repeating_dots(_bare_colons(found))))
+    while found and found[-1] in {".", ",", ";", "\\", "\\\\"}:
         found.pop()
+    if found[:1] == found[-1:] == ["\\cdot"]:
+        # **bold**
+        found = found[1:-1]
     return strip_units(unwrap(found))
+
+
+def _without_layout(raw: list[str]) -> list[str]:
+    """Tokens without what only sets type; `**` inside is a power, at both ends it is bold."""
+    out: list[str] = []
+    index = 0
+    while index < len(raw):
+        token = raw[index]
+        index += 1
+        if token in DROPPED_WITH_ARGUMENT and raw[index : index + 1] == ["{"]:
+            end = closing(raw, index)
+            index = end + 1 if end is not None else index
+        elif token == "\\lg":
+            out += ["\\log", "_", "{", "10", "}"]
+        elif token == "\\cdot" and raw[index : index + 1] == ["\\cdot"]:
+            index += 1
+            out.append("^" if out and index < len(raw) else "\\cdot")
+        elif token not in DROPPED:
+            out.append(token)
+    return out
 
 
 def spell(found: list[str]) -> str:
@@ -83,30 +77,21 @@ def join(found: list[str]) -> str:
     return "".join(joined)
 
 
-def is_text(found: list[str]) -> bool:
-    """Whether these tokens are words rather than mathematics: only string equality can judge them."""
-    if any(token.startswith("\\text{") or not (token.isascii() or token == "°") for token in found):
-        return True
-    if any(token in {'"', "'", "`", "@", "#", "?"} or token.startswith("\\begin") for token in found):
-        return True
-    if any(a[0].isdigit() and b[0].isdigit() for a, b in pairwise(found)):
-        # two numerals side by side are no number
-        return True
-    words = [token for token in found if token.isalpha()]
-    return bool(words) and len(words) == len(found) and max(map(len, words)) > 2
-
-
 def unwrap(found: list[str]) -> list[str]:
     """The inside of braces, of parentheses around one token, or of `\\text{...}`, if they are the whole."""
     while True:
         if len(found) == 1 and found[0].startswith("\\text{"):
-            inner = [token for token in _TOKEN.findall(found[0][6:-1]) if not token.isspace()]
+            inner = [token for token in TOKEN.findall(found[0][6:-1]) if not token.isspace()]
             if not inner:
                 return []
             if inner[-1] == ".":
                 inner.pop()
-            found = [_SAME.get(token, token) for token in inner]
+            found = [SAME.get(token, token) for token in inner]
             continue
+        if len(found) == 2 and found[0] in CHOICE_WORDS and _is_choice(found[1]):
+            return found[1:]
+        if len(found) == 2 and found[1] == ")" and _is_choice(found[0]):
+            return found[:1]
         in_braces = len(found) > 2 and found[0] == "{" and closing(found, 0) == len(found) - 1
         in_parentheses = len(found) == 3 and (found[0], found[2]) == ("(", ")")
         if not in_braces and not in_parentheses:
@@ -114,41 +99,20 @@ def unwrap(found: list[str]) -> list[str]:
         found = found[1:-1]
 
 
-def closing(found: list[str], start: int) -> int | None:
-    """Index of the bracket that closes the one at `start`, of any kind: half-open intervals mix them."""
-    depth = 0
-    for index in range(start, len(found)):
-        if found[index] in {"(", "[", "{", "\\{"}:
-            depth += 1
-        elif found[index] in {")", "]", "}", "\\}"}:
-            depth -= 1
-            if depth == 0:
-                return index
-    return None
+def _is_choice(token: str) -> bool:
+    return len(token) == 1 and "A" <= token <= "J"
 
 
-def strip_units(found: list[str]) -> list[str]:
-    """`found` without a unit at its end (`\\text{ cm}^{2}`, `miles`); percent becomes a `%` token."""
-    body = list(found)
-    exponent = body[-4:] if len(body) > 4 and body[-4] == "^" and body[-2] in {"2", "3"} else []
-    if exponent:
-        body = body[:-4]
-    if len(body) < 2:
+def without_label(gold: list[str], answer: list[str]) -> tuple[list[str], list[str]]:
+    """`\\textbf{(C)} 12` as `C` where the other side is a letter, else as `12`."""
+    return _one_of(gold, other=answer), _one_of(answer, other=gold)
+
+
+def _one_of(found: list[str], *, other: list[str]) -> list[str]:
+    label = found[0][6:-1].strip("() .") if len(found) > 1 and found[0].startswith("\\text{(") else ""
+    if not _is_choice(label) or found[0] not in {f"\\text{{({label})}}", f"\\text{{({label}).}}"}:
         return found
-    last = body[-1]
-    is_unit_text = last.startswith("\\text{") and _is_unit_text(last[6:-1])
-    if (not is_unit_text and last not in _UNITS) or is_text(body[:-1]):
-        return found
-    if "percent" in last:
-        return [*body[:-1], "%"]
-    return strip_units(body[:-1])
-
-
-def _is_unit_text(content: str) -> bool:
-    words = content.replace(".", " ").replace("/", " ").replace("-", " ").split()
-    if not 0 < len(words) <= _MAX_UNIT_WORDS:
-        return False
-    return all(word.isascii() and word.isalpha() and word.lower() not in _NOT_UNITS for word in words)
+    return [label] if len(other) == 1 and _is_choice(other[0]) else found[1:]
 
 
 def _gather_texts(found: list[str]) -> list[str]:
@@ -156,13 +120,16 @@ def _gather_texts(found: list[str]) -> list[str]:
     gathered: list[str] = []
     index = 0
     while index < len(found):
-        if found[index] in _TEXT_COMMANDS and index + 1 < len(found) and found[index + 1] == "{":
+        if found[index] in TEXT_COMMANDS and index + 1 < len(found) and found[index + 1] == "{":
             end = closing(found, index + 1)
             if end is not None:
-                content = " ".join(
-                    "".join(" " if t in _SPACES else t for t in found[index + 2 : end]).split()
-                )
-                gathered.append("\\text{" + content + "}")
+                content = " ".join("".join(" " if t in SPACES else t for t in found[index + 2 : end]).split())
+                is_letter = found[index] in LETTER_COMMANDS and len(content) == 1
+                is_name = found[index] == "\\mathrm" and (content in FUNCTIONS or content in {"e", "i"})
+                if is_letter or is_name:
+                    gathered.append(FUNCTIONS.get(content, content))
+                elif content:
+                    gathered.append("\\text{" + content + "}")
                 index = end + 1
                 continue
         gathered.append(found[index])
@@ -188,7 +155,9 @@ def _join_thousands(found: list[str]) -> list[str]:
 
 def _thousands_group(found: list[str], index: int, *, in_brackets: bool) -> int | None:
     """Index of a three-digit group whose separator starts at `index`."""
-    for separator in (["{", ",", "}"], [",", "\\!"], [","], ["\\,"], ["\\!"], [" "], ["\\ "], ["~"]):
+    for separator in (
+        ["{", ",", "}"], [",", "\\!"], ["\\!", ","], [","], ["\\,"], ["\\!"], [" "], ["\\ "], ["~"], ["\\;"], ["\\:"],
+    ):  # fmt: skip
         after = index + len(separator)
         if found[index:after] != separator or after >= len(found):
             continue
@@ -198,6 +167,44 @@ def _thousands_group(found: list[str], index: int, *, in_brackets: bool) -> int 
         digits = found[after].split(".")[0]
         return after if len(digits) == 3 and digits.isdigit() else None
     return None
+
+
+def _bare_colons(found: list[str]) -> list[str]:
+    """`3{:}30` as `3:30`: TeX's way of asking for less space."""
+    out: list[str] = []
+    for token in found:
+        out.append(token)
+        if out[-3:] == ["{", ":", "}"]:
+            out[-3:] = [":"]
+    return out
+
+
+def _repeating_dots(found: list[str]) -> list[str]:
+    """`0.\\dot{3}` and `0.\\dot{1}4\\dot{2}` with the bar that says the same."""
+    out: list[str] = []
+    index = 0
+    while index < len(found):
+        length, digits = _dotted(found, index)
+        if length and out and "." in (out[-1][-1:], *out[-1]):
+            after = index + length
+            middle = found[after] if after < len(found) and found[after].isdigit() else ""
+            more, last = _dotted(found, after + bool(middle))
+            out += ["\\overline", "{", digits + middle + last if more else digits, "}"]
+            index = after + bool(middle) + more if more else after
+            continue
+        out.append(found[index])
+        index += 1
+    return out
+
+
+def _dotted(found: list[str], index: int) -> tuple[int, str]:
+    """Number of tokens and the digit of a `\\dot{3}` or `\\dot3` at `index`; 0 for none."""
+    if found[index : index + 1] != ["\\dot"]:
+        return 0, ""
+    inner = found[index + 1 : index + 4]
+    if len(inner) == 3 and (inner[0], inner[2]) == ("{", "}") and inner[1].isdigit():
+        return 4, inner[1]
+    return (2, inner[0]) if inner and inner[0].isdigit() and len(inner[0]) == 1 else (0, "")
 
 
 def _degrees(found: list[str]) -> list[str]:
@@ -213,7 +220,7 @@ def _degrees(found: list[str]) -> list[str]:
         else:
             out.append(found[index])
             index += 1
-    return out if any(token in _TRIGONOMETRIC for token in out) else [token for token in out if token != "°"]
+    return out if any(token in TRIGONOMETRIC for token in out) else [token for token in out if token != "°"]
 
 
 def _brace_arguments(found: list[str]) -> list[str]:
@@ -226,6 +233,10 @@ def _brace_arguments(found: list[str]) -> list[str]:
         if token == "\\sqrt" and pending and pending[-1] == "[":
             while pending and out[-1] != "]":
                 out.append(pending.pop())
+        if token == "\\sqrt" and pending and pending[-1] == "(":
+            end = closing(list(reversed(pending)), 0)
+            if end is not None:
+                pending[-1], pending[-1 - end] = "{", "}"
         for _ in range({"\\frac": 2, "\\sqrt": 1, "\\binom": 2, "^": 1, "_": 1}.get(token, 0)):
             _brace_one(out, pending, whole_number=token in {"^", "_"} or token == "\\sqrt")
     return out

@@ -1,4 +1,4 @@
-"""Equality of two answers by structure; single expressions are read by Math-Verify and decided by SymPy.
+"""Equality of two answers by structure; single expressions are read by Math-Verify's grammar and decided by SymPy.
 
 Runs only inside a checking process: any call here may take forever, and the parent will kill it. Decisions
 are exact: no number is compared by its float. Nothing reaches SymPy's string parser, which evaluates code.
@@ -6,10 +6,10 @@ are exact: no number is compared by its float. Nothing reaches SymPy's string pa
 
 from __future__ import annotations
 
-import logging
+from fractions import Fraction
 
 import sympy  # type: ignore[import-untyped]
-from math_verify import LatexExtractionConfig, parse
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
 from megatron_rl.rewards.rational import read_number
 from megatron_rl.rewards.shapes import (
@@ -25,18 +25,19 @@ from megatron_rl.rewards.shapes import (
     read_shape,
     split,
 )
-from megatron_rl.rewards.spelling import join, spell, strip_units, tokens
+from megatron_rl.rewards.spelling import join, spell, tokens, without_label
+from megatron_rl.rewards.units import strip_units
 
 _MAX_ITEMS = 64
+_TURNED = {">": "<", "\\geq": "\\leq", "<": ">", "\\leq": "\\geq", "\\neq": "\\neq"}
 _MAX_NESTING = 30  # the reader's grammar takes exponential time in it
-_LATEX_ONLY = (LatexExtractionConfig(boxed_match_priority=-1),)
-
-# it warns on every call that its own time-outs are off; they rely on signals, and ours do not
-logging.getLogger("math_verify").setLevel(logging.ERROR)
+# letters keep their case; the library's own clean-up of LaTeX, which drops what looks like a unit, is not used
+_CONVERSION = ConversionConfig(lowercase_symbols=False)
+_IMAGINARY = sympy.Symbol("i", real=True)
 
 
 class _Unreadable(Exception):
-    """An expression that Math-Verify cannot read."""
+    """An expression that the grammar cannot read."""
 
 
 class _BadGold(Exception):
@@ -46,7 +47,7 @@ class _BadGold(Exception):
 def compare(gold: str, answer: str) -> tuple[str, str]:
     """(verdict, reason) on two answer strings; verdicts are the values of `data.types.Verdict`."""
     try:
-        is_equal = _same(read_shape(tokens(gold)), read_shape(tokens(answer)))
+        is_equal = _same(*map(read_shape, without_label(tokens(gold), tokens(answer))))
     except _BadGold as fault:
         return "bad_gold", str(fault)
     except _Unreadable as fault:
@@ -57,6 +58,8 @@ def compare(gold: str, answer: str) -> tuple[str, str]:
 def _same(gold: Shape, answer: Shape) -> bool:
     if isinstance(gold, Named) or isinstance(answer, Named):
         return _same_named(gold, answer)
+    if isinstance(gold, Unordered) != isinstance(answer, Unordered) and _same_joined(gold, answer):
+        return True
     if isinstance(gold, Unordered) or isinstance(answer, Unordered):
         return _same_unordered(_items(gold), _items(answer))
     if isinstance(gold, Matrix) and isinstance(answer, Matrix):
@@ -70,6 +73,27 @@ def _same(gold: Shape, answer: Shape) -> bool:
     if isinstance(gold, Equation) and isinstance(answer, Equation):
         return _same_equation(gold, answer)
     return _same_region(gold, answer)
+
+
+def _same_joined(gold: Shape, answer: Shape) -> bool:
+    """Conditions listed one by one, or a union, against one region: `x < 1, x \\neq 0`."""
+    is_set = [isinstance(one, Union | Relation | Ordered) for one in (gold, answer)]
+    if not any(is_set):
+        return False
+    both = [_intersection(one) or _region(one) for one in (gold, answer)]
+    return both[0] is not None and both[1] is not None and _equal_sets(both[0], both[1])
+
+
+def _intersection(shape: Shape) -> sympy.Set | None:
+    """The reals for which all of several comparisons hold."""
+    if not isinstance(shape, Unordered) or not all(isinstance(item, Relation) for item in shape.items):
+        return None
+    regions = [_region(item) for item in shape.items]
+    return None if not regions or any(part is None for part in regions) else sympy.Intersection(*regions)
+
+
+def _equal_sets(one: sympy.Set, other: sympy.Set) -> bool:
+    return bool(one == other or (one ^ other) == sympy.S.EmptySet)
 
 
 def _items(shape: Shape) -> tuple[Shape, ...]:
@@ -159,10 +183,30 @@ def _same_region(gold: Shape, answer: Shape) -> bool:
     """Intervals, unions and inequalities as sets of reals where both are regions; else two expressions."""
     regions = (_region(gold), _region(answer))
     if regions[0] is not None and regions[1] is not None:
-        return bool(regions[0] == regions[1] or (regions[0] ^ regions[1]) == sympy.S.EmptySet)
+        return _equal_sets(regions[0], regions[1])
     if isinstance(gold, Leaf) and isinstance(answer, Leaf):
         return _same_leaf(gold, answer)
+    if isinstance(gold, Relation) and isinstance(answer, Relation):
+        return _same_chain(gold, answer)
     return False
+
+
+def _same_chain(gold: Relation, answer: Relation) -> bool:
+    """Comparisons of several variables, side by side; `a > b` is `b < a`."""
+    of_gold, of_answer = (_chain(list(one.tokens)) for one in (gold, answer))
+    return of_gold[0] == of_answer[0] and all(
+        _same(read_shape(left), read_shape(right))
+        for left, right in zip(of_gold[1], of_answer[1], strict=True)
+    )
+
+
+def _chain(found: list[str]) -> tuple[list[str], list[list[str]]]:
+    """Signs and sides, turned around where they point down."""
+    signs = [token for token in found if token in _TURNED]
+    sides = split(found, set(signs))
+    if all(sign in {">", "\\geq"} for sign in signs):
+        return [_TURNED[sign] for sign in reversed(signs)], sides[::-1]
+    return signs, sides
 
 
 def _region(shape: Shape) -> sympy.Set | None:
@@ -197,13 +241,13 @@ def _end(shape: Shape) -> sympy.Expr | None:
         return sympy.oo
     if shape.tokens == ("-", "\\infty"):
         return -sympy.oo
-    return _expression(shape.tokens)
+    return _expression(shape.tokens).doit()
 
 
 def _relation_region(found: list[str]) -> sympy.Set | None:
     """The reals that satisfy a chain of comparisons in one variable."""
     signs = [token for token in found if token in {"<", ">", "\\leq", "\\geq", "\\neq"}]
-    sides = [_expression(tuple(side)) for side in split(found, set(signs))]
+    sides = [_expression(tuple(side)).doit() for side in split(found, set(signs))]
     free = set().union(*(side.free_symbols for side in sides))
     if len(free) != 1 or len(sides) != len(signs) + 1:
         return None
@@ -244,23 +288,16 @@ def _expression(found: tuple[str, ...]) -> sympy.Expr:
         return sympy.Rational(value.numerator, value.denominator)
     if _nesting(found) > _MAX_NESTING:
         raise _Unreadable("nested too deeply")
-    latex = join(_radians(strip_units(list(found))))
+    latex = join(_exact_decimals(_radians(strip_units(list(found)))))
     try:
-        read = parse(
-            f"${latex}$",
-            extraction_config=_LATEX_ONLY,
-            fallback_mode="no_fallback",
-            parsing_timeout=None,
-            raise_on_error=True,
-        )
+        read = latex2sympy(latex, is_real=True, normalization_config=None, conversion_config=_CONVERSION)
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as fault:
         raise _Unreadable(f"cannot be read ({type(fault).__name__})") from None
-    if not read or not isinstance(read[0], sympy.Expr):
+    if not isinstance(read, sympy.Expr) or read.has(sympy.Float):
         raise _Unreadable("cannot be read as an expression")
-    # decimals come as floats: back to the exact rationals they spell
-    return sympy.nsimplify(read[0], rational=True) if read[0].has(sympy.Float) else read[0]
+    return read.subs(_IMAGINARY, sympy.I) if _IMAGINARY in read.free_symbols else read
 
 
 def _nesting(found: tuple[str, ...]) -> int:
@@ -276,7 +313,18 @@ def _radians(found: list[str]) -> list[str]:
     out: list[str] = []
     for token in found:
         if token == "°" and out and out[-1][0].isdigit():
-            out[-1] = f"{{\\left(\\frac{{{out[-1]}\\pi}}{{180}}\\right)}}"
+            out[-1] = f"{{(\\frac{{{out[-1]}\\pi}}{{180}})}}"
         elif token != "°":
             out.append(token)
+    return out
+
+
+def _exact_decimals(found: list[str]) -> list[str]:
+    """`0.25` as a fraction: the library would read a float."""
+    out: list[str] = []
+    for token in found:
+        if "." in token and token.replace(".", "", 1).isdigit():
+            value = Fraction("0" + token if token[0] == "." else token)
+            token = f"{{(\\frac{{{value.numerator}}}{{{value.denominator}}})}}"
+        out.append(token)
     return out
