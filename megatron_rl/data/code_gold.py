@@ -1,8 +1,6 @@
-"""Golds of code problems: the test forms of public data sets, decoded to one. Nothing here runs a program.
+"""Golds of programming problems as data sets hold them: which they are, and the compressed ones unpacked.
 
-The one form is `{"inputs": [...], "outputs": [...], "fn_name": name or absent}` as in APPS: without `fn_name` stdin and
-stdout texts, with it lists of arguments and JSON results. Problems tested by assert statements have
-`{"asserts": [source, ...]}` instead.
+What the tests say is read by `rewards.code_gold`; nothing here runs a program.
 """
 
 from __future__ import annotations
@@ -27,34 +25,6 @@ def is_code_gold(gold: Any) -> bool:
     if isinstance(gold, str):
         return gold.lstrip()[:1] == "{" and any(f'"{key}"' in gold for key in _TEST_KEYS)
     return isinstance(gold, Mapping) and any(key in gold for key in _TEST_KEYS)
-
-
-def decode_code_gold(gold: Any) -> dict[str, Any]:
-    """Tests of a raw gold: a mapping, or one as JSON text.
-
-    Raises DataError for a gold without tests, one whose tests are in other files, and one that is broken.
-    """
-    data = _json(gold, "gold") if isinstance(gold, str) else gold
-    if not isinstance(data, Mapping):
-        raise DataError(
-            f"code gold: got {type(data).__name__}, need an object with inputs and outputs, or asserts"
-        )
-    for key in ("asserts", "functional", "pytest"):
-        if data.get(key):
-            found = data[key]
-            return {"asserts": [found] if isinstance(found, str) else list(found)}
-    if data.get("inputs") is None and data.get("inputs_file"):
-        raise DataError(
-            f"code gold: its tests are in another file, {data['inputs_file']!r}; put them into the row"
-        )
-    inputs: Any = data.get("inputs")
-    outputs: Any = data.get("outputs")
-    if not _is_list(inputs) or not _is_list(outputs) or not inputs:
-        raise DataError("code gold: has no tests; need `inputs` and `outputs`, `functional` or `pytest`")
-    if len(inputs) != len(outputs):
-        raise DataError(f"code gold: has {len(inputs)} inputs but {len(outputs)} outputs")
-    name = data.get("fn_name")
-    return {"inputs": list(inputs), "outputs": list(outputs), **({"fn_name": name} if name else {})}
 
 
 def livecodebench_gold(row: Mapping[str, Any]) -> dict[str, Any]:

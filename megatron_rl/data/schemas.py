@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.data.code_gold import decode_code_gold, is_code_gold, livecodebench_gold
+from megatron_rl.data.code_gold import is_code_gold, livecodebench_gold
 from megatron_rl.data.columns import column, is_empty_answer, number
 from megatron_rl.data.rows import TURNS, Row
 from megatron_rl.data.types import Message
 from megatron_rl.errors import DataError
 from megatron_rl.recipe.dataset import DatasetConfig, DifficultyConfig
+from megatron_rl.rewards.code_gold import BadGold, read_gold
 
 _QUESTION_KEYS = ("prompt", "problem", "question")
 _ANSWER_KEYS = ("final_answer", "expected_answer", "answer")
@@ -217,9 +218,9 @@ def _answer(row: Row) -> tuple[Any, str]:
 
 def _check_code(gold: Any) -> None:
     try:
-        decode_code_gold(gold)
-    except DataError as error:
-        in_file, none = "in another file" in str(error), "has no tests" in str(error)
+        read_gold(gold)
+    except BadGold as error:
+        in_file, none = "cannot be read as" in str(error), str(error).startswith("no tests")
         raise UnusableRow("tests_in_file" if in_file else "no_answer" if none else "bad_tests") from None
 
 

@@ -1,4 +1,4 @@
-"""Tests of programs in public forms are decoded to one form, and nothing that a file holds is executed."""
+"""Tests of programs reach the reward as it reads them, and nothing that a file holds is executed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import zlib
 import pytest
 
 from megatron_rl.data import code_gold
-from megatron_rl.data.code_gold import decode_code_gold
 from megatron_rl.data.prompts import prompts_from_rows
-from megatron_rl.errors import DataError
-
-CALLS = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
+from megatron_rl.rewards.code_gold import read_gold
 
 
 def packed(value) -> str:
@@ -43,33 +40,20 @@ def stdin(*pairs):
 
 
 @pytest.mark.parametrize(
-    ("gold", "want"),
+    "gold",
     [
-        (json.dumps({"inputs": ["1"], "outputs": ["2"]}), {"inputs": ["1"], "outputs": ["2"]}),
-        (CALLS | {"max_test_cases": 9}, CALLS),
-        (json.dumps({"functional": "assert add(1, 2) == 3"}), {"asserts": ["assert add(1, 2) == 3"]}),
-        ({"functional": ["assert a", "assert b"]}, {"asserts": ["assert a", "assert b"]}),
-        ({"pytest": "def test_a(): pass"}, {"asserts": ["def test_a(): pass"]}),
+        json.dumps({"inputs": ["1"], "outputs": ["2"]}),
+        {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add", "max_test_cases": 9},
+        json.dumps({"functional": "assert add(1, 2) == 3"}),
+        {"pytest": "def test_a(): assert True"},
     ],
+    ids=["stdin", "calls", "assertions", "test_functions"],
 )
-def test_every_form_of_tests_is_decoded_to_one(gold, want):
-    assert decode_code_gold(gold) == want
-
-
-@pytest.mark.parametrize(
-    ("gold", "match"),
-    [
-        ({}, "has no tests"),
-        ({"inputs": "1", "outputs": "2"}, "has no tests"),
-        ({"inputs": [1, 2], "outputs": [3]}, "2 inputs but 1 outputs"),
-        ({"inputs_file": "in.txt"}, "in another file, 'in.txt'"),
-        ("[1]", "got list"),
-        ("{", "not JSON"),
-    ],
-)
-def test_a_gold_without_tests_is_an_error_that_says_why(gold, match):
-    with pytest.raises(DataError, match=match):
-        decode_code_gold(gold)
+def test_tests_stay_as_the_row_holds_them_and_can_be_read_by_the_reward(gold):
+    row = {"prompt": [{"role": "user", "content": "Add."}], "reward_model": {"ground_truth": gold}}
+    (prompt,), dropped, _ = prompts_from_rows([row])
+    assert (prompt.answer, dropped) == (gold, {})
+    assert read_gold(prompt.answer).tests
 
 
 @pytest.mark.parametrize(
@@ -93,6 +77,7 @@ def test_a_livecodebench_function_is_called_with_json_arguments():
     )
     (prompt,), _, _ = prompts_from_rows([row])
     assert prompt.answer == {"inputs": [[[1, 2], "x"]], "outputs": [[3]], "fn_name": "add"}
+    assert len(read_gold(prompt.answer).tests) == 1
     assert "class Solution:" in prompt.messages[0]["content"]
 
 
