@@ -25,6 +25,7 @@ from megatron_rl.errors import DataError
 
 TERMS = (2, 3, 4, 5)
 TEST_INPUTS = (0, 1, 3, 4, 6, 9, 12, 20)
+CURRICULUM = 192  # chains of the file for staged curricula
 # bytes of a real problem; a tiny model reads bytes, and its context is short
 MAX_REAL_BYTES = 240
 # how GSM8K marks the sums inside a worked solution
@@ -150,6 +151,8 @@ def write_twins(out: Path, *, seed: int, size: int, real: Sequence[dict[str, Any
         for index, row in enumerate(real)
     ]
     write_rows(out / "math.jsonl", _shuffled([*math, *real_math], seed))
+    # few enough to be scored again at the start of every stage
+    write_rows(out / "curriculum.jsonl", _shuffled([*math[:CURRICULUM], *real_math], seed))
     write_rows(out / "heldout_math.jsonl", (_chain_row(one, i, "heldout") for i, one in enumerate(held_sums)))
     for name, some, source in (
         ("code", codes, "coder1_longcot"),

@@ -81,7 +81,7 @@ def test_short_real_problems_are_mixed_in_and_taught_by_their_solution(out: Path
 
 
 def test_the_readers_take_every_prompt_file_whole(out: Path) -> None:
-    for name in ("math", "code", "heldout_math", "heldout_code"):
+    for name in ("math", "curriculum", "code", "heldout_math", "heldout_code"):
         prompts, dropped, renamed = prompts_from_rows(read_rows(out / f"{name}.jsonl"))
         assert prompts and not dropped and not renamed, name
         assert all(prompt.difficulty is not None for prompt in prompts), name

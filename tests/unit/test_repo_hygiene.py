@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.recipe.load import load_recipe
 from tests.helpers.source import ROOT
 
 TEXT = {".py", ".md", ".yaml", ".toml", ".txt", ".sh", ".sbatch", ".cu", ".cpp", ".h", ".json", ""}
@@ -73,8 +72,7 @@ def test_the_documented_scripts_are_there_and_start_as_programs():
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=relative)
-def test_every_recipe_loads_and_is_short(recipe):
-    load_recipe(recipe)
+def test_every_recipe_is_short(recipe):
     assert len(recipe.read_text().splitlines()) <= MAX_RECIPE_LINES
 
 
