@@ -17,6 +17,7 @@ from megatron_rl import __version__
 from megatron_rl.arguments import positive_int
 from megatron_rl.data.command import add_data
 from megatron_rl.errors import LostPeerError, MegatronRLError
+from megatron_rl.evaluation.arguments import add_eval
 from megatron_rl.recipe.hosts import HostPort, parse_host_port
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
@@ -183,6 +184,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     }
     add_score(commands)
     add_data(commands)
+    add_eval(commands)
     proofs = add_verify(commands)
     if argv[:1] == ["verify"] and argv[1:2] and argv[1] in proofs:
         return proofs[argv[1]].parse_intermixed_args(argv[2:])

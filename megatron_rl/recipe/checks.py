@@ -12,6 +12,7 @@ from megatron_rl.recipe.problems import Problem, did_you_mean
 from megatron_rl.recipe.sandbox import sandbox_problems
 from megatron_rl.recipe.stages import (
     EngineConfig,
+    EvalConfig,
     OptimizerConfig,
     RlStage,
     ScheduleConfig,
@@ -52,8 +53,22 @@ def stage_problems(stage: Stage, path: str) -> Iterator[Problem]:
     yield from batch_problems(stage, path)
     yield from sandbox_problems(stage.sandbox, f"{path}.sandbox")
     yield from _engine_problems(stage.engine, f"{path}.engine")
-    if stage.eval is not None and not stage.eval.sets:
-        yield Problem(f"{path}.eval.sets", "is empty, name at least one prompt file or set eval to null")
+    if stage.eval is not None:
+        yield from _eval_problems(stage.eval, f"{path}.eval")
+
+
+def _eval_problems(config: EvalConfig, path: str) -> Iterator[Problem]:
+    if not config.sets:
+        yield Problem(f"{path}.sets", "is empty, name at least one prompt file or set eval to null")
+    for k in config.pass_at:
+        if k > config.samples:
+            yield Problem(
+                f"{path}.pass_at",
+                f"got {k}, must be at most samples = {config.samples}: fewer samples say nothing unbiased about "
+                f"pass@{k}; raise samples or lower it",
+            )
+    if config.top_k != -1 and config.top_k < 1:
+        yield Problem(f"{path}.top_k", f"got {config.top_k}, must be at least 1; -1 is no limit")
 
 
 def nearest_multiples(value: int, base: int) -> str:

@@ -222,6 +222,15 @@ def _padding_problems(stage: Stage, path: str, layout: ParallelLayout) -> Iterat
 
 
 def _length_problems(stage: Stage, path: str, spec: ModelSpec) -> Iterator[Problem]:
+    if isinstance(stage, RlStage) and stage.eval is not None and stage.eval.max_response_tokens is not None:
+        tokens, prompt = stage.eval.max_response_tokens, stage.sampling.max_prompt_tokens
+        if prompt + tokens > spec.max_positions:
+            yield Problem(
+                f"{path}.eval.max_response_tokens",
+                f"sampling.max_prompt_tokens + eval.max_response_tokens = {prompt} + {tokens} = {prompt + tokens}, "
+                f"but the model has {spec.max_positions} positions; lower it, or evaluate the exported model with "
+                f"`megatron-rl eval --yarn FACTOR`",
+            )
     longest = _longest_sample(stage)
     if longest <= spec.max_positions:
         return

@@ -192,8 +192,11 @@ class EvalConfig:
     every: PositiveInt  # iterations; also before the first and after the last
     sets: dict[Key, Text]  # name: prompt file
     samples: PositiveInt = 1  # k
+    pass_at: tuple[PositiveInt, ...] = ()  # each K of pass@K to report, at most `samples`
     temperature: PositiveFloat = 1.0
     top_p: Probability = 1.0
+    top_k: Int = -1  # -1: no limit
+    max_response_tokens: PositiveInt | None = None  # none: those of sampling
     max_prompts: PositiveInt | None = None  # the first so many of each set
 
 

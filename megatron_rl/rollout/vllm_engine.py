@@ -20,6 +20,7 @@ from megatron_rl.reshard.transports import TransportKind
 from megatron_rl.rollout.engine import GenerateRequest
 from megatron_rl.rollout.replicas import Replica, ReplicaPlaces, meeting_host
 from megatron_rl.rollout.wire import Message
+from megatron_rl.rollout.yarn import Yarn
 
 _ACK_SLACK_S = 30.0  # beyond the transfer's own time-out, for its error to travel back
 
@@ -65,21 +66,23 @@ class VllmEngine:
         seed: int,
         log_dir: str | Path,
         threads: int = 1,
+        yarn: Yarn | None = None,
     ) -> VllmEngine:
         """Start every replica at once and wait until all are ready.
 
         `dtype` is `float32` or `bfloat16`, `max_model_len` the tokens of prompt plus response, `threads` the
-        CPU threads of one worker. Raises EngineError naming the replica, its exit code and the end of its
-        log, the configured port if it is taken, the host that cannot be used, or the GPUs that are missing:
-        replicas do not share them. LayoutError if the model does not fit `engine.tp`, ModelError if vLLM
-        computes another one.
+        CPU threads of one worker; `yarn` gives the model more positions. Raises EngineError naming the replica,
+        its exit code and the end of its log, the configured port if it is taken, the host that cannot be used,
+        or the GPUs that are missing: replicas do not share them. LayoutError if the model does not fit
+        `engine.tp`, ModelError if vLLM computes another one.
         """
         check_served(spec)
         check_target(spec, tp=config.tp)
-        if max_model_len > spec.max_positions:
+        positions = spec.max_positions if yarn is None else yarn.max_positions
+        if max_model_len > positions:
             raise EngineError(
                 f"engine: prompts plus responses of {max_model_len} tokens, but the model has "
-                f"{spec.max_positions} "
+                f"{positions} "
                 f"positions; lower sampling.max_prompt_tokens or sampling.max_response_tokens"
             )
         _check_port_free(config.port)
@@ -96,6 +99,7 @@ class VllmEngine:
             "kv_cache_gib": config.kv_cache_gib,
             "gpu_memory_fraction": config.gpu_memory_fraction,
             "heartbeat_timeout_s": config.heartbeat_timeout_s,
+            "hf_overrides": {} if yarn is None else yarn.overrides(spec),
         }
         try:
             engine._places = places = ReplicaPlaces(config, hf_path=hf_path, log_dir=log_dir)

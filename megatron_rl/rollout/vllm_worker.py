@@ -156,7 +156,7 @@ def _load_llm(start: Message) -> Any:
         dtype=start["dtype"],
         tensor_parallel_size=start["tp"],
         max_model_len=start["max_model_len"],
-        hf_overrides={"max_position_embeddings": start["max_positions"]},
+        hf_overrides={"max_position_embeddings": start["max_positions"], **start["hf_overrides"]},
         max_num_seqs=start["max_concurrent"],
         seed=start["seed"],
         skip_tokenizer_init=True,

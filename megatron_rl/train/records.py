@@ -16,8 +16,8 @@ from typing import IO, Any
 
 from megatron_rl.data.types import Rollout
 from megatron_rl.errors import DataError, TrainingError
+from megatron_rl.evaluation.result import EvalResult
 from megatron_rl.train.board import Board
-from megatron_rl.train.eval_result import EvalResult
 from megatron_rl.train.files import (
     append_whole,
     read_jsonl,

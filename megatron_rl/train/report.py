@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.evaluation.result import EvalResult, paired_bands
 from megatron_rl.train.charts import bar_chart, line_chart
-from megatron_rl.train.eval_result import EvalResult, paired_bands
 from megatron_rl.train.files import write_atomically
 from megatron_rl.train.run_data import RunData, read_run
 

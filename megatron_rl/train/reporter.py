@@ -16,12 +16,12 @@ from typing import TextIO
 from megatron_rl.data.promotion import Promotion
 from megatron_rl.data.types import RolloutGroup
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.evaluation.result import EvalResult
 from megatron_rl.model.load_report import LoadReport
 from megatron_rl.recipe.load import LoadedRecipe, resolved_yaml
 from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.rollout.weight_sync import SyncResult
 from megatron_rl.train.console import Console
-from megatron_rl.train.eval_result import EvalResult
 from megatron_rl.train.files import writing
 from megatron_rl.train.parity import Verdict
 from megatron_rl.train.progress import Progress, stage_label, stage_length

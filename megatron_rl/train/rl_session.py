@@ -16,6 +16,8 @@ from typing import Any
 from megatron_rl.data.chat import stop_token_ids
 from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.types import Prompt, RolloutGroup
+from megatron_rl.evaluation.in_training import eval_plan, evaluate_sets, longest_response
+from megatron_rl.evaluation.result import EvalResult
 from megatron_rl.model.checkpoint_files import CHECKPOINTS_DIR
 from megatron_rl.recipe.amounts import prompts_drawn
 from megatron_rl.recipe.batch import RescoreConfig
@@ -26,8 +28,6 @@ from megatron_rl.rollout.collect import Collector, Draw
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
 from megatron_rl.train.context import RunContext
-from megatron_rl.train.eval_result import EvalResult
-from megatron_rl.train.evaluate import evaluate
 from megatron_rl.train.groups import Collected, collect_groups
 from megatron_rl.train.live_engines import LiveEngines
 from megatron_rl.train.metrics import Meter
@@ -101,7 +101,7 @@ class RlSession:
                 hf_path=run.recipe.model.hf_path,
                 dtype=run.recipe.model.dtype,
                 spec=run.spec,
-                max_model_len=stage.sampling.max_prompt_tokens + stage.sampling.max_response_tokens,
+                max_model_len=stage.sampling.max_prompt_tokens + longest_response(stage),
                 seed=run.recipe.run.seed,
                 log_dir=run.run_dir / "logs",
             )
@@ -288,15 +288,15 @@ class RlSession:
         self._run.phases.enter("eval")
         if self._data is None:
             return self._engines.ask(None)
-        sets = self._data.eval_sets
+        sets, plan = self._data.eval_sets, eval_plan(self._stage, config, self._run.recipe.run.seed)
         return self._engines.ask(
-            lambda: evaluate(
-                self._eval_collector,
+            lambda: evaluate_sets(
                 sets,
-                config,
-                max_tokens=self._stage.sampling.max_response_tokens,
-                run_seed=self._run.recipe.run.seed,
+                plan,
+                self._eval_collector,
+                self._grader,
                 iteration=iteration,
                 weight_version=self._weight_version,
+                span=Meter().span,
             )
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import DataError
-from megatron_rl.train.eval_result import EvalResult
+from megatron_rl.evaluation.result import EvalResult
 from megatron_rl.train.files import read_jsonl
 from megatron_rl.train.records import EVAL_FILE, METRICS_FILE, RECIPE_FILE
 

@@ -66,4 +66,6 @@ def _eval(config: EvalConfig | None) -> EvalConfig | None:
     if config is None:
         return None
     prompts = min(config.max_prompts or _EVAL_PROMPTS, _EVAL_PROMPTS)
-    return replace(config, every=2, samples=min(config.samples, 2), max_prompts=prompts)
+    samples = min(config.samples, 2)
+    pass_at = tuple(k for k in config.pass_at if k <= samples)
+    return replace(config, every=2, samples=samples, pass_at=pass_at, max_prompts=prompts)

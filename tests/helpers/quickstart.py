@@ -21,7 +21,9 @@ def prepare(place: Path, *, seed: int = 1) -> None:
     """Write models/tiny and data/quickstart below `place`, with the tools that launch/quickstart.sh calls."""
     for tool, out in (("make_tiny_model.py", "models/tiny"), ("prepare_math_data.py", "data/quickstart")):
         command = [sys.executable, str(ROOT / "tools" / tool), "--out", out, "--seed", str(seed)]
-        subprocess.run(command, cwd=place, env=_environment(), check=True, capture_output=True, timeout=120)
+        subprocess.run(
+            command, cwd=place, env=run_environment(), check=True, capture_output=True, timeout=120
+        )
 
 
 def train(
@@ -50,7 +52,7 @@ def start(
     return subprocess.Popen(
         command,
         cwd=place,
-        env=_environment() | mark_of(run_dir) | (environment or {}),
+        env=run_environment() | mark_of(run_dir) | (environment or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -63,6 +65,6 @@ def lines(run_dir: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / file).read_text().splitlines()]
 
 
-def _environment() -> dict[str, str]:
+def run_environment() -> dict[str, str]:
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}

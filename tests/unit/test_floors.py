@@ -44,6 +44,10 @@ FLOORS = {
     "megatron_rl.train.policy": 3,
     "megatron_rl.train.replicas": 3,
     "megatron_rl.train.metrics": 3,
+    "megatron_rl.evaluation": 3,
+    "megatron_rl.evaluation.arguments": 5,
+    "megatron_rl.evaluation.command": 5,
+    "megatron_rl.evaluation.samples_file": 4,
     "megatron_rl.train": 4,
     "megatron_rl.score": 5,
     "megatron_rl.verify": 5,
@@ -75,6 +79,8 @@ FENCES = {
 # a recipe is checked, and ranks are started, without torch
 WITHOUT_TORCH = [
     "megatron_rl.errors",
+    "megatron_rl.evaluation.arguments",
+    "megatron_rl.evaluation.options",
     "megatron_rl.recipe",
     "megatron_rl.data.command",
     "megatron_rl.data.rows",

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.algo.metric import Metric
 from megatron_rl.errors import TrainingError
-from megatron_rl.train.eval_result import EvalProblem, EvalResult, paired_bands
+from megatron_rl.evaluation.result import EvalProblem, EvalResult, paired_bands
 from megatron_rl.train.metrics import Meter, merge
 
 

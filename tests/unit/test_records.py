@@ -7,8 +7,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_rl.data.types import Completion, Finish, Prompt, RewardResult, Rollout, Verdict
 from megatron_rl.errors import DataError, TrainingError
+from megatron_rl.evaluation.result import EvalProblem, EvalResult
 from megatron_rl.train.board import Board
-from megatron_rl.train.eval_result import EvalProblem, EvalResult
 from megatron_rl.train.records import RunRecords
 from tests.helpers.full_disk import files_limited_to
 

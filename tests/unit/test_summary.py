@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.data.types import Completion, Finish, Prompt, RewardResult, Rollout, Verdict
 from megatron_rl.errors import DataError
-from megatron_rl.train.eval_result import EvalProblem, EvalResult
+from megatron_rl.evaluation.result import EvalProblem, EvalResult
 from megatron_rl.train.records import RunRecords
 from megatron_rl.train.report import write_report
 from megatron_rl.train.summary import sparkline, summary_text
