@@ -55,6 +55,9 @@ def main() -> int:
     # stopped, it could not see that its owner is gone
     wake_with_parent()
     threading.Thread(target=_die_with_owner, args=(life, os.getppid(), args.scratch), daemon=True).start()
+    # the workers that it forks must not keep them open when this process is gone
+    for owned in (sock, life):
+        os.register_at_fork(after_in_child=owned.close)
     # the log is appended to: this line parts what earlier processes wrote from what follows
     print(f"--- engine process {os.getpid()} started {time.strftime('%Y-%m-%d %H:%M:%S %z')}", flush=True)
     try:
@@ -175,6 +178,7 @@ def _of_device(start: Message) -> dict[str, Any]:
     import torch
 
     return {
+        "distributed_executor_backend": _forking_executor() if start["tp"] > 1 else None,
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
         "kv_cache_memory_bytes": kv_cache_bytes(
@@ -186,6 +190,22 @@ def _of_device(start: Message) -> dict[str, Any]:
             limit_gib=start["kv_cache_gib"],
         ),
     }
+
+
+def _forking_executor() -> type:
+    """vLLM's executor with workers that are forks of this process: each starts without importing vLLM again.
+
+    On CPU vLLM spawns them, to preload an OpenMP library; ours is torch's, which is loaded by now and has no threads.
+    """
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    class ForkingExecutor(MultiprocExecutor):
+        def _init_executor(self) -> None:
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            super()._init_executor()
+
+    return ForkingExecutor
 
 
 def _has_weights(start: Message) -> bool:

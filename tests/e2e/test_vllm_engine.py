@@ -350,6 +350,7 @@ def test_two_workers_share_an_untied_model_and_die_with_their_owner(tmp_path):
     try:
         report = json.loads(owner.stdout.readline())
         shared = shared_memory_of_group(report["pid"])
+        assert_workers_do_not_hold_the_sockets_of(report["pid"])
         for key, model in (("old", old), ("new", new)):
             assert max_gap(hf_logprobs(model, [3, 7, 9, 11, 250]), report[key]) < BOUND
     finally:
@@ -399,6 +400,17 @@ def test_replicas_that_end_leave_nothing(engine):
     engine.close()
     assert [group_members(pid) for pid in pids] == [[], []]
     assert not any(file.exists() for file in left)
+
+
+def assert_workers_do_not_hold_the_sockets_of(leader):
+    """Else its owner would not see the end of it, which they may outlive."""
+    arguments = Path(f"/proc/{leader}/cmdline").read_text().split("\0")
+    numbers = [arguments[arguments.index(name) + 1] for name in ("--fd", "--life-fd")]
+    owned = {os.readlink(f"/proc/{leader}/fd/{number}") for number in numbers}
+    workers = [pid for pid in group_members(leader) if pid != leader]
+    assert len(owned) == 2 and len(workers) >= 2
+    for pid in workers:
+        assert not owned & {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
 
 
 def group_members(leader):
