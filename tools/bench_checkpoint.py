@@ -14,10 +14,8 @@ load, comes from the page cache. The first asynchronous save also obtains its me
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from bench_common import machine, parse_args
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.model.checkpoint import CheckpointStore
@@ -205,27 +204,8 @@ def summary(seconds: Seconds) -> dict[str, dict[str, float]]:
     return figures
 
 
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0] if names else platform.machine()}"
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gb", type=float, default=0.7, help="size of one checkpoint (default: 0.7)")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each way (default: 5)")
-    parser.add_argument(
-        "--dir", type=Path, help="where to write scratch files, 5 times the size (default: temporary)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
+    args = parse_args(argv, description=__doc__, gb=0.7, what="one checkpoint", rounds=5, space=5)
     silence_library_warnings()
     torch.set_num_threads(1)
     num_layers = max(1, round((args.gb * 1000**3 / BYTES_PER_PARAM - VOCAB * HIDDEN) / LAYER_PARAMS))

@@ -11,11 +11,9 @@ is what a side adds to the process at its peak, mapped files included.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_common import machine, parse_args
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -207,30 +206,8 @@ def report(cases: Sequence[Case], *, num_bytes: int) -> None:
         )
 
 
-def machine() -> str:
-    names = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{len(names)} x {names[0] if names else platform.machine()}"
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gb", type=float, default=2.0, help="size of the synthetic model (default: 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each side (default: 3)")
-    parser.add_argument(
-        "--dir", type=Path, help="where to write scratch files, 3 times the size (default: temporary)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
+    args = parse_args(argv, description=__doc__, gb=2.0, what="the synthetic model", rounds=3, space=3)
     silence_library_warnings()
     torch.set_num_threads(1)
     num_layers = max(1, round((args.gb * 1000**3 - 2 * VOCAB * HIDDEN * 2) / LAYER_BYTES))
