@@ -257,15 +257,15 @@ def _run_rank(args: argparse.Namespace, rank: int) -> int:
         return PROVEN
     except LostPeerError as error:
         # a consequence: the rank that stopped has the cause
-        return _reported(str(error), 1)
+        return _reported(str(error), 1, is_consequence=True)
     except MegatronRLError as error:
         return _reported(str(error), BROKEN)
     except Exception:
         return _reported(traceback.format_exc(), 1)
 
 
-def _reported(message: str, code: int) -> int:
-    if not rank_process.report_failure(message, exit_code=code):
+def _reported(message: str, code: int, *, is_consequence: bool = False) -> int:
+    if not rank_process.report_failure(message, exit_code=code, is_consequence=is_consequence):
         print(f"error: {message}", file=sys.stderr)
     return code
 

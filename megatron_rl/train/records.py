@@ -112,6 +112,16 @@ class RunRecords:
         """The latest step that was logged; -1 before the first."""
         return self._last_step
 
+    def missing_up_to(self, step: int) -> str:
+        """Says which steps up to that of a checkpoint have no line, since no run makes them again; empty: none."""
+        last = max(0, self._last_step)
+        if last >= step:
+            return ""
+        return (
+            f"{METRICS_FILE} ends at step {last} and the checkpoint is of step {step}: what is between was removed, or "
+            "lost with a machine, and is not made again"
+        )
+
     def write_eval(self, result: EvalResult, *, stage: str = "", board: bool = False) -> None:
         """One line of eval.jsonl, at the latest logged step.
 

@@ -50,6 +50,10 @@ class Reporter:
                 last_iteration=None if resumed is None else self._iterations(resumed),
             )
             self._records.write_recipe(resolved_yaml(loaded))
+            if resumed is not None and (
+                missing := self._records.missing_up_to(resumed.global_step(self._stages))
+            ):
+                self.say(missing)
 
     def __enter__(self) -> Reporter:
         return self

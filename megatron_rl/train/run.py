@@ -36,6 +36,7 @@ from megatron_rl.train.rank_process import RankEnvironment, RankProcess
 from megatron_rl.train.reporter import Reporter
 from megatron_rl.train.rl import run_rl
 from megatron_rl.train.rl_data import RlData, load_rl_data
+from megatron_rl.train.run_data import check_never_saved
 from megatron_rl.train.sft import run_sft
 from megatron_rl.train.watchdog import Watchdog
 
@@ -52,6 +53,8 @@ def run_training(loaded: LoadedRecipe, *, resume: bool, process: RankProcess) ->
         asynchronous=recipe.checkpoint is not None and recipe.checkpoint.asynchronous,
     )
     saved = checkpoints.latest() if resume else None
+    if resume and saved is None and place.rank == 0:
+        check_never_saved(run_dir, recipe)
     progress = Progress(**saved.progress) if saved else Progress()
     with (
         Reporter(

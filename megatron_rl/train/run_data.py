@@ -9,9 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import DataError
+from megatron_rl.errors import CheckpointError, DataError
 from megatron_rl.evaluation.result import EvalResult
+from megatron_rl.model.checkpoint_files import CHECKPOINTS_DIR
+from megatron_rl.recipe.schema import Recipe
 from megatron_rl.train.files import read_jsonl
+from megatron_rl.train.progress import stage_length
 from megatron_rl.train.records import EVAL_FILE, METRICS_FILE, RECIPE_FILE
 
 Curve = list[tuple[float, float]]
@@ -73,6 +76,21 @@ def read_run(run_dir: Path | str) -> RunData:
     recipe_path = run_dir / RECIPE_FILE
     recipe = recipe_path.read_text("utf-8", "replace") if recipe_path.exists() else ""
     return RunData(run_dir=run_dir, lines=lines, evals=evals, recipe=recipe, rollouts=rollouts)
+
+
+def check_never_saved(run_dir: Path, recipe: Recipe) -> None:
+    """Raises CheckpointError where a run without checkpoint must have had one: it is not begun anew over its records.
+
+    A save is published before the second one after it begins, and at the end of a stage.
+    """
+    if recipe.checkpoint is None:
+        return
+    last = max((int(line["step"]) for line in read_jsonl(run_dir / METRICS_FILE)), default=0)
+    if last > min(2 * recipe.checkpoint.every_steps, stage_length(recipe.stages[0])):
+        raise CheckpointError(
+            f"{run_dir}: has {last} steps in {METRICS_FILE} but no checkpoint to resume from; put back what was in "
+            f"{run_dir / CHECKPOINTS_DIR}, or start again in another directory"
+        )
 
 
 def _eval_points(lines: Iterable[dict[str, Any]]) -> list[EvalPoint]:

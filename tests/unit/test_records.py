@@ -290,6 +290,16 @@ def test_a_record_that_somebody_broke_is_an_error_naming_it(tmp_path, name, cont
     assert (tmp_path / name).read_text() == content
 
 
+def test_records_that_do_not_reach_the_checkpoint_are_told_of(tmp_path):
+    records = RunRecords(tmp_path)
+    log(records, 1, 2, 3)
+    records.close()
+    assert RunRecords(tmp_path, last_step=3).missing_up_to(3) == ""
+    assert "ends at step 3 and the checkpoint is of step 5" in RunRecords(
+        tmp_path, last_step=5
+    ).missing_up_to(5)
+
+
 def test_rollouts_keep_any_text_a_model_can_write(tmp_path):
     records = RunRecords(tmp_path)
     texts = ["\\boxed{11}\n\u2028 é 偶", "\udc80 lone", '"quotes" \x00']
