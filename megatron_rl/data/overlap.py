@@ -44,7 +44,8 @@ class EvaluationIndex:
     def add(self, text: str, *, name: str, problem_id: str) -> None:
         """`name` is the evaluation file's."""
         found = words(text)
-        if len(found) < self._n:
+        # a problem of signs alone, such as a figure: nothing to find it by
+        if 0 < len(found) < self._n:
             self._short.setdefault(" ".join(found), f"{name}: {problem_id}")
         for run in self._all_runs(found):
             self._runs.setdefault(run, f"{name}: {problem_id}")

@@ -135,6 +135,14 @@ def test_a_limit_draws_by_seed_and_keeps_the_order(tmp_path, grader):
     assert len(drawn[0]) == len(drawn[1]) == 20
 
 
+def test_text_that_is_no_utf8_is_written_as_escapes_and_read_again(tmp_path, grader):
+    rows = [{"id": str(i), "problem": f"\ud800 What is {i} + 1?", "answer": str(i + 1)} for i in range(3)]
+    source = _write(tmp_path / "odd.jsonl", rows)
+    prepare(Options(sources=[source]), tmp_path / "out", grader=grader)
+    written = _rows(tmp_path / "out" / "train.jsonl")
+    assert [row["prompt"][0]["content"] for row in written] == [row["problem"] for row in rows]
+
+
 def test_measured_pass_rates_select_and_are_written(tmp_path, options, grader):
     rates = {"a": 1.0, "b": 0.5}
     asked = []
