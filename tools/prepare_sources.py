@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from megatron_rl.arguments import positive_int
+from megatron_rl.data.rows import data_files
 from megatron_rl.errors import DataError
 
 EXAMPLES = """
@@ -131,8 +132,7 @@ def run(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace) -> None:
     """What would otherwise be noticed after hours."""
     for path in (*args.sources, *args.against):
-        if not path.is_file():
-            raise DataError(f"{path}: no such data file; give the path of a .jsonl, .json or .parquet file")
+        data_files(path)
     if args.denominator <= 0 or args.temperature <= 0 or not 0 < args.top_p <= 1:
         raise DataError("--denominator and --temperature must be above 0, --top-p above 0 and at most 1")
     if args.measure is not None and not (args.measure / "config.json").is_file():

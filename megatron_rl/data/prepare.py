@@ -214,7 +214,7 @@ def _readable(
 ) -> Iterator[Prompt]:
     for number, row in enumerate(iter_rows(source), start=1):
         report.num_rows[source.name] += 1
-        prompts, reasons, _ = prompts_from_rows([row], dataset=dataset)
+        prompts, reasons, _ = prompts_from_rows([row], dataset=dataset, place=f"{source}:{number}")
         yield from prompts
         for reason in reasons:
             leave_out(source.name, reason, str(row.get("id", f"{source.name}:{number}")))

@@ -68,7 +68,9 @@ def load_prompts(
     dropped as `too_long`, or loses its first tokens with truncation `left`. Raises DataError for a broken file, for a
     column of `dataset` that no row has, and when no row is left.
     """
-    prompts, dropped, renamed = prompts_from_rows(iter_rows(path), dataset=dataset, template=template)
+    prompts, dropped, renamed = prompts_from_rows(
+        iter_rows(path), dataset=dataset, template=template, place=str(path)
+    )
     kept: list[Prompt] = []
     token_ids: dict[str, Sequence[int]] = {}
     truncated = 0
@@ -108,19 +110,24 @@ def stage_options(stage: RlStage, *, is_eval: bool = False) -> dict[str, Any]:
 
 
 def prompts_from_rows(
-    rows: Iterable[Row], *, dataset: DatasetConfig = _AS_RECOGNISED, template: str = PLACE
+    rows: Iterable[Row],
+    *,
+    dataset: DatasetConfig = _AS_RECOGNISED,
+    template: str = PLACE,
+    place: str = "rows",
 ) -> tuple[list[Prompt], Counter[str], int]:
     """(prompts, rows dropped by reason, rows renamed), before any rendering.
 
     A row without id gets one from its content, so it is the same in every run. Of rows with the same id,
-    identical ones are dropped, different ones get the hash of their content appended.
+    identical ones are dropped, different ones get the hash of their content appended. `place` opens the message of the
+    DataError for a row whose difficulty contradicts `dataset`.
     """
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
     renamed = 0
     seen_ids: set[str] = set()
     seen_rows: set[tuple[str, str]] = set()
-    for row in rows:
+    for number, row in enumerate(rows, start=1):
         try:
             fields = read_fields(row, dataset)
         except UnusableRow as unusable:
@@ -128,7 +135,10 @@ def prompts_from_rows(
             continue
         messages = fields.messages if dataset.unwrap is None else _unwrapped(fields.messages, dataset.unwrap)
         digest = content_hash(messages, fields.answer)
-        prompt = _prompt(row, replace(fields, messages=messages), digest, dataset)
+        try:
+            prompt = _prompt(row, replace(fields, messages=messages), digest, dataset)
+        except DataError as error:
+            raise DataError(f"{place}: row {number}: dataset.{error}") from None
         same = ("" if dataset.duplicates == "content" else prompt.id, digest)
         if same in seen_rows:
             dropped["duplicate"] += 1
@@ -174,7 +184,7 @@ def _prompt(row: Row, fields: Fields, digest: str, dataset: DatasetConfig) -> Pr
     meta = {**{key: value for key, value in row.items() if key not in taken}, **extra, **fields.meta}
     if dataset.keep_columns is not None:
         meta = {name: value for name, value in meta.items() if name in dataset.keep_columns}
-    difficulty = _difficulty(row, fields, dataset)
+    difficulty = row_difficulty(row, dataset.difficulty, levels=fields.levels)
     if dataset.difficulty is not None and dataset.difficulty.higher_is == "easier" and difficulty is not None:
         # what windows of pass rates go by
         meta["pass_rate"] = 1 - difficulty
@@ -186,13 +196,6 @@ def _prompt(row: Row, fields: Fields, digest: str, dataset: DatasetConfig) -> Pr
         difficulty=difficulty,
         meta=meta,
     )
-
-
-def _difficulty(row: Row, fields: Fields, dataset: DatasetConfig) -> float | None:
-    try:
-        return row_difficulty(row, dataset.difficulty, levels=fields.levels)
-    except DataError as error:
-        raise DataError(f"dataset.{error}") from None
 
 
 def _row_id(row: Row, extra: Mapping[str, Any], source: str, path: str | None) -> str:

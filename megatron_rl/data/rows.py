@@ -18,6 +18,7 @@ TURNS = "turns"  # the column that a row gets which is itself an array of object
 MAX_LINE_BYTES = 1 << 28  # a code problem with all its tests takes tens of MiB
 
 _MAX_LISTED = 10
+_SUFFIXES = (".parquet", ".jsonl", ".json")
 _HEAD_BYTES = 1 << 16
 _PARQUET_ROWS = 1024  # at a time
 _BOM = b"\xef\xbb\xbf"
@@ -35,11 +36,27 @@ def read_rows(path: str | Path) -> list[Row]:
 def iter_rows(path: str | Path) -> Iterator[Row]:
     """The same rows one by one: JSONL and parquet are never in memory as a whole, a JSON array is.
 
-    Broken rows are raised behind the last good one, so that all are told at once.
+    A directory stands for its data files, in the order of their names. Broken rows are raised behind the last good one
+    of their file, so that all are told at once.
     """
+    for file in data_files(path):
+        yield from _file_rows(file)
+
+
+def data_files(path: str | Path) -> list[Path]:
+    """The file itself, or those of a directory that end as data files do. Raises DataError where there is none."""
     file = Path(path)
+    if file.is_dir():
+        found = sorted(part for part in file.iterdir() if part.suffix in _SUFFIXES and part.is_file())
+        if found:
+            return found
+        raise DataError(f"{file}: the directory holds no {', '.join(_SUFFIXES)} file")
     if not file.is_file():
         raise DataError(f"{file}: no such data file; give the path of a .jsonl, .json or .parquet file")
+    return [file]
+
+
+def _file_rows(file: Path) -> Iterator[Row]:
     with file.open("rb") as stream:
         head = stream.read(_HEAD_BYTES)
     if head.startswith(b"PAR1"):
@@ -55,17 +72,19 @@ def iter_rows(path: str | Path) -> Iterator[Row]:
 
 
 def count_rows(path: str | Path) -> int:
-    """Rows of a file, without reading what a line or a parquet row holds."""
-    file = Path(path)
-    if file.is_file():
-        with file.open("rb") as stream:
-            is_parquet = stream.read(4) == b"PAR1"
-        if is_parquet:
-            return _open_parquet(file).metadata.num_rows  # type: ignore[no-any-return,unused-ignore]
-        if _first_character(file) not in (b"[", b""):
-            with file.open("rb") as stream:
-                return sum(bool(line.strip()) for line in stream)
-    return len(read_rows(path))
+    """Rows of a file or directory, without reading what a line or a parquet row holds."""
+    return sum(map(_count, data_files(path)))
+
+
+def _count(file: Path) -> int:
+    with file.open("rb") as stream:
+        is_parquet = stream.read(4) == b"PAR1"
+    if is_parquet:
+        return int(_open_parquet(file).metadata.num_rows)
+    if _first_character(file) in (b"[", b""):
+        return len(read_rows(file))
+    with file.open("rb") as stream:
+        return sum(bool(line.strip()) for line in stream)
 
 
 def _first_character(file: Path) -> bytes:

@@ -118,7 +118,9 @@ def note(where: dict[str, list[int]], reason: str, number: int) -> None:
 
 def _prompts(path: str | Path, reading: Reading, tokenizer: Tokenizer | None, num_shown: int) -> Survey:
     rows = _Watched(path, reading.dataset)
-    prompts, dropped, renamed = prompts_from_rows(rows, dataset=reading.dataset, template=reading.template)
+    prompts, dropped, renamed = prompts_from_rows(
+        rows, dataset=reading.dataset, template=reading.template, place=str(path)
+    )
     lengths: list[int] = []
     shown: list[Shown] = []
     kept, truncated = [], 0

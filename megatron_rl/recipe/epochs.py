@@ -37,7 +37,7 @@ def _resolved(stage: Stage, path: str, problems: list[Problem]) -> Stage:
                 Problem(f"{path}.steps", "missing, must be a whole number of at least 1; or give epochs")
             )
         return stage
-    if not Path(stage.data).is_file():
+    if not Path(stage.data).exists():
         return stage
     try:
         rows = count_rows(stage.data)

@@ -149,7 +149,9 @@ def _file_problems(recipe: Recipe) -> Iterator[Problem]:
             if stage.engine.secret_file is not None:
                 files[f"stages.{i}.engine.secret_file"] = stage.engine.secret_file
         for dotted, file in files.items():
-            if not Path(file).is_file():
+            # a directory stands for the data files in it
+            is_there = Path(file).is_file() if dotted.endswith("secret_file") else Path(file).exists()
+            if not is_there:
                 yield _missing(dotted, Path(file), "file")
 
 

@@ -130,3 +130,17 @@ def test_lines_are_read_one_by_one(tmp_path):
     assert [next(stream), next(stream)] == [{"a": 1}, {"a": 2}]
     with pytest.raises(DataError, match=":3: broken JSON"):
         next(stream)
+
+
+def test_a_directory_stands_for_its_data_files_in_the_order_of_their_names(tmp_path):
+    parquet.write_table(pyarrow.Table.from_pylist([{"a": 1}, {"a": 2}]), tmp_path / "b-00000.parquet")
+    (tmp_path / "c.json").write_text('[{"a": 3}]')
+    (tmp_path / "a.jsonl").write_text('{"a": 0}\n')
+    (tmp_path / "README.md").write_text("not data")
+    assert read_rows(tmp_path) == [{"a": i} for i in range(4)]
+    assert rows.count_rows(tmp_path) == 4
+
+
+def test_a_directory_without_data_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"the directory holds no \.parquet, \.jsonl, \.json file"):
+        read_rows(tmp_path)

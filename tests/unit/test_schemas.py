@@ -213,7 +213,9 @@ def test_a_pass_rate_above_its_denominator_is_an_error():
     dataset = DatasetConfig(
         difficulty=DifficultyConfig(column="extra_info.model_difficulty.Small-7B", higher_is="easier")
     )
-    with pytest.raises(DataError, match=r"dataset\.difficulty: .* is 12, .* set the denominator"):
+    with pytest.raises(
+        DataError, match=r"rows: row 1: dataset\.difficulty: .* is 12, .* set the denominator"
+    ):
         prompts_from_rows([CASES["skywork"][0]], dataset=dataset)
 
 

@@ -101,7 +101,9 @@ def test_klear_rl_is_what_paper_and_script_state(
 ) -> None:
     # arXiv 2508.07629, sections 3.2 and 4.1, and Kwai-Klear/KlearReasoner recipe/dapo/perf_run_dapo_ours_*.sh
     stage = (
-        rl_stage("klear_reasoner_8b/full.yaml", number) if whole else rl_stage(f"klear_reasoner_8b/{file}.yaml")
+        rl_stage("klear_reasoner_8b/full.yaml", number)
+        if whole
+        else rl_stage(f"klear_reasoner_8b/{file}.yaml")
     )
     algorithm, sampling, optimizer = stage.algorithm, stage.sampling, stage.optimizer
     assert (stage.prompts_per_iteration, stage.group_size, stage.updates_per_rollout) == (128, 8, updates)
@@ -114,7 +116,11 @@ def test_klear_rl_is_what_paper_and_script_state(
     )  # fmt: skip
     # the paper's side of what the released code does differently
     assert algorithm.dual_clip is None and stage.grader.scale == (0.0, 1.0)
-    assert (sampling.temperature, sampling.max_prompt_tokens, sampling.max_response_tokens) == (1.0, 4096, 32768)
+    assert (sampling.temperature, sampling.max_prompt_tokens, sampling.max_response_tokens) == (
+        1.0,
+        4096,
+        32768,
+    )
     assert sampling.prompt_truncation == "left"
     assert (optimizer.lr, optimizer.weight_decay, optimizer.max_grad_norm) == (lr, 0.1, 1.0)
     assert (optimizer.beta1, optimizer.beta2) == (0.9, 0.999)
