@@ -68,6 +68,7 @@ class _Loaded:
     limits: _Limits
     dtype: str
     problems: Mapping[str, PromptSet]  # by set name
+    weights_sha256: str | None  # none where no results file asks for it
 
 
 def run_eval(options: EvalOptions) -> int:
@@ -96,7 +97,15 @@ def _load(options: EvalOptions) -> _Loaded:
         )
     tokenizer = load_tokenizer(options.model)
     problems = {name: _problems(options, tokenizer, limits, name, path) for name, path in options.sets}
-    return _Loaded(spec=spec, tokenizer=tokenizer, limits=limits, dtype=dtype, problems=problems)
+    return _Loaded(
+        spec=spec,
+        tokenizer=tokenizer,
+        limits=limits,
+        dtype=dtype,
+        problems=problems,
+        # before the engine reads the same files: what is stamped is what it gets
+        weights_sha256=None if options.out is None else weights_digest(options.model),
+    )
 
 
 def _problems(
@@ -110,8 +119,7 @@ def _problems(
         template=options.prompt_template,
         truncation=options.prompt_truncation,
     )
-    if options.reward == "math_answer":
-        loaded = without_bad_golds(loaded)
+    loaded = without_bad_golds(loaded, reward=options.reward)
     if not options.skip_unusable or not loaded.prompts:
         check_complete(name, str(path), loaded)
     window = Window(since=options.since, until=options.until)
@@ -245,7 +253,7 @@ def _report(
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "model": {
             "path": str(options.model.absolute()),
-            "weights_sha256": weights_digest(options.model),
+            "weights_sha256": loaded.weights_sha256,
             "config_sha256": file_digest(options.model / "config.json"),
             "weight_version": -1,  # the engine's name for the weights of the directory
             "dtype": loaded.dtype,

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.data.types import Prompt
 from megatron_rl.errors import DataError
+from megatron_rl.rewards.code_gold import BadGold, read_gold
 from megatron_rl.rewards.math_answer import gold_strings
 
 _DATE_KEYS = ("date", "contest_date")
@@ -61,9 +62,10 @@ def select_problems(
     return replace(prompts, prompts=shown, dropped=dropped)
 
 
-def without_bad_golds(prompts: PromptSet) -> PromptSet:
-    """Those whose gold `math_answer` can compare with; the others dropped as `bad_gold`."""
-    kept = tuple(prompt for prompt in prompts.prompts if gold_strings(prompt.answer))
+def without_bad_golds(prompts: PromptSet, *, reward: str) -> PromptSet:
+    """Those whose gold the reward can grade by; the others dropped as `bad_gold`."""
+    can_grade = _can_grade_programs if reward == "code_tests" else gold_strings
+    kept = tuple(prompt for prompt in prompts.prompts if can_grade(prompt.answer))
     dropped = {**prompts.dropped, "bad_gold": len(prompts.prompts) - len(kept)}
     return replace(prompts, prompts=kept, dropped=dropped)
 
@@ -78,6 +80,14 @@ def check_complete(name: str, path: str, prompts: PromptSet) -> None:
             f"would make it another benchmark; too_long: raise --max-prompt-tokens; else mend the file, or give "
             f"--skip-unusable to evaluate the rest"
         )
+
+
+def _can_grade_programs(gold: Any) -> bool:
+    try:
+        read_gold(gold)
+    except BadGold:
+        return False
+    return True
 
 
 def _day(prompt: Prompt) -> datetime.date | None:

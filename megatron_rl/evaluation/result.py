@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.evaluation.statistics import Estimate, estimate, pass_at_k, percentile
 
 # verdicts of a sample that gave nothing to compare, and of one that the grader failed on
-NO_ANSWER, UNGRADED = ("no_answer", "truncated"), ("bad_gold", "error")
+NO_ANSWER, UNGRADED = ("no_answer", "truncated"), ("bad_gold", "error", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

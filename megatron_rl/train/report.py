@@ -93,6 +93,7 @@ def _evaluations(run: RunData) -> str:
         curve = [(float(max(0, point.step)), 100 * point.result.avg_at_k) for point in points]
         cards.append(_card(f"{name}: avg@{last.samples}, %", line_chart({name: curve})))
         cards.append(_card(f"{name}: before and after RL, %", _band_table(first, last)))
+        cards.append(_card(f"{name}: other numbers", _number_table(first, last)))
     return _section("Evaluation", f'<div class="grid">{"".join(cards)}</div>' if cards else "")
 
 
@@ -113,6 +114,24 @@ def _band_table(before: EvalResult, after: EvalResult) -> str:
     )
     note = '<p class="note">± is the standard error over problems</p>'
     return f"<table>{head}{''.join(rows)}</table>{note}"
+
+
+def _number_table(before: EvalResult, after: EvalResult) -> str:
+    """pass@k, cons@k, shares of samples and lengths, by the names that they have in metrics.jsonl."""
+    prefix = f"eval/{after.name}/"
+    old, new = before.metrics(), after.metrics()
+    names = [name for name in new if name.removeprefix(prefix) not in ("avg_at_k", "stderr")]
+    rows = [
+        f"<tr><td>{html.escape(name.removeprefix(prefix))}</td><td>{_number(old.get(name))}</td>"
+        f"<td>{_number(new[name])}</td></tr>"
+        for name in names
+    ]
+    head = f"<tr><th></th><th>iteration {before.iteration}</th><th>iteration {after.iteration}</th></tr>"
+    return f"<table>{head}{''.join(rows)}</table>"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def _curves(run: RunData) -> str:

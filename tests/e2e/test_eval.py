@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_rl.recipe.stages import EngineConfig
+from megatron_rl.rollout.vllm_engine import VllmEngine
+from megatron_rl.rollout.yarn import plan_yarn
+from tests.helpers.engine import hf_logprobs, qwen2_spec, write_qwen2
+from tests.helpers.processes import ended, mark_of, processes_of, wait_for
 from tests.helpers.quickstart import ROOT, lines, run_environment, train
 
 SET = "heldout"
@@ -44,6 +53,33 @@ checkpoint: {{every_steps: 1}}
 """
 
 
+def eval_with_a_killed_engine(place: Path, *options: str) -> tuple[int, str, str]:
+    """Exit code and output of `megatron-rl eval` whose engine is killed as soon as it is ready."""
+    logs = place / "eval_logs"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_rl", "eval", "--log-dir", str(logs), *options],
+        cwd=place,
+        env=run_environment() | mark_of(logs),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    log = logs / "engine_0.log"
+
+    def is_ready() -> bool:
+        return process.poll() is not None or (log.exists() and "--- ready" in log.read_text())
+
+    try:
+        wait_for(is_ready, "the start of an engine")
+        for engine in processes_of(logs, "megatron_rl.rollout.vllm_worker"):
+            os.kill(engine, signal.SIGKILL)
+    finally:
+        code, output, errors = ended(process)
+    return code, output, errors
+
+
 def run(place: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command],
@@ -76,10 +112,11 @@ def test_eval_of_the_exported_checkpoint_is_the_evaluation_that_the_run_made(
     limits = f"--max-tokens {TOKENS} --max-prompt-tokens {PROMPT_TOKENS} --max-concurrent 64"
     data = f"{SET}={place / 'data' / 'quickstart' / 'heldout.jsonl'}"
     outputs = ("--out", "eval.json", "--samples-out", "samples.jsonl", "--data", data)
-    done = run(
-        place, "-m", "megatron_rl", "eval", "--model", "exported", *outputs, *options.split(), *limits.split()
+    code, output, errors = eval_with_a_killed_engine(
+        place, "--model", "exported", *outputs, *options.split(), *limits.split()
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert code == 0, errors[-3000:]
+    assert "died (signal SIGKILL)" in errors and "started again" in errors, errors[-3000:]
 
     report: dict[str, Any] = json.loads((place / "eval.json").read_text())
     (found,) = report["sets"]
@@ -96,4 +133,29 @@ def test_eval_of_the_exported_checkpoint_is_the_evaluation_that_the_run_made(
     assert sum(sample["verdict"] == "correct" for sample in samples) == sum(
         p["num_correct"] for p in found["problems"]
     )
-    assert f"avg@{SAMPLES}" in done.stdout and "pass@2" in done.stdout
+    assert f"avg@{SAMPLES}" in output and "pass@2" in output
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_with_yarn_computes_what_transformers_does_beyond_the_models_positions(
+    tmp_path: Path,
+) -> None:
+    model = write_qwen2(tmp_path / "model", seed=1, tied=True)
+    spec = qwen2_spec(tied=True)
+    yarn = plan_yarn(spec, factor=2.5)
+    prompt = [(7 * i * i + i) % spec.vocab_size for i in range(spec.max_positions + 200)]
+    stretched = shutil.copytree(model, tmp_path / "stretched")
+    config = json.loads((model / "config.json").read_text())
+    (stretched / "config.json").write_text(json.dumps({**config, **yarn.overrides(spec)}))
+
+    with VllmEngine.start(
+        EngineConfig(max_concurrent=4), hf_path=model, dtype="float32", spec=spec, yarn=yarn,
+        max_model_len=yarn.max_positions, seed=0, log_dir=tmp_path,
+    ) as engine:  # fmt: skip
+        found = torch.tensor(engine.score(prompt))
+
+    expected = torch.tensor(hf_logprobs(stretched, prompt))
+    plain = torch.tensor(hf_logprobs(model, prompt))
+    # float32 against float32, other kernels
+    assert (found - expected).abs().max() < 1e-3
+    assert (plain - expected).abs().max() > 0.1, "YaRN must change log-probs for this to mean anything"

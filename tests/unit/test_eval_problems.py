@@ -98,10 +98,29 @@ def test_rows_that_cannot_be_evaluated_are_an_error_and_copies_are_none(tmp_path
 
 def test_golds_that_no_answer_can_be_compared_with_are_an_error_too(tmp_path):
     rows = [{"id": "a", "problem": "b", "answer": "1"}, {"id": "c", "problem": "d", "answer": "{1"}]
-    found = without_bad_golds(load(tmp_path, rows))
+    found = without_bad_golds(load(tmp_path, rows), reward="math_answer")
     assert (ids(found), found.dropped["bad_gold"]) == (["a"], 1)
     with pytest.raises(DataError, match=r"1 of 2 rows of f cannot be evaluated \(bad_gold 1\)"):
         check_complete("s", "f", found)
+
+
+def test_programming_problems_with_contest_dates_are_chosen_by_window(tmp_path):
+    tests = json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}])
+    rows = [
+        {
+            "question_id": name, "question_title": name, "question_content": f"Add two numbers, {name}.",
+            "platform": "toy", "contest_date": f"{date}T00:00:00", "difficulty": "easy", "starter_code": "",
+            "metadata": "{}", "public_test_cases": public, "private_test_cases": "[]",
+        }
+        for name, date, public in (
+            ("old", "2024-07-27", tests), ("new", "2024-08-03", tests), ("bare", "2024-09-01", "[]"),
+        )
+    ]  # fmt: skip
+    found = without_bad_golds(load(tmp_path, rows), reward="code_tests")
+    window = Window(since=day("2024-08-01"), until=day("2025-02-01"))
+    assert ids(select_problems("lcb", found, window=window)) == ["new"]
+    # to math_answer an object with tests is no answer
+    assert ids(without_bad_golds(found, reward="math_answer")) == []
 
 
 def test_the_first_problems_are_taken_after_the_window(tmp_path):

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.data.types import Completion, Finish, Prompt, Rollout, RolloutGroup
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import EngineError, LostEngineError
+from megatron_rl.evaluation.engines import LastingEngine
 from megatron_rl.evaluation.evaluate import EvalPlan, evaluate, problems_per_call
 from megatron_rl.evaluation.result import EvalProblem, EvalResult
 from megatron_rl.evaluation.samples_file import SamplesFile
@@ -136,6 +137,49 @@ def test_a_missing_sample_is_asked_for_again_and_then_an_error_never_a_smaller_n
         EngineError, match=r"eval s: samples of 2 problems did not arrive \(the first is .*'p0'\)"
     ):
         evaluate("s", problem_set(2), plan(), collect=collect_never, grader=grader)
+
+
+class TwoReplicas:
+    """As much of an engine as a restart asks for: replica 1 is lost, and `failures` restarts of it do not succeed."""
+
+    def __init__(self, failures=0):
+        self.failures, self.is_lost, self.restarted = failures, False, []
+
+    def generate(self, requests):
+        if self.is_lost:
+            raise LostEngineError("engine replica 1: died (signal SIGKILL) while generate; log x")
+        return [request * 10 for request in requests]
+
+    def find_lost(self):
+        return {1: "engine replica 1: died (signal SIGKILL) while generate; log x"} if self.is_lost else {}
+
+    def restart(self, replicas):
+        self.restarted.append(list(replicas))
+        if self.failures:
+            self.failures -= 1
+            raise EngineError("engine replica 1: did not start")
+        self.is_lost = False
+
+
+def test_a_lost_engine_is_started_again_and_asked_again():
+    engine, said = TwoReplicas(failures=1), []
+    lasting = LastingEngine(engine, restarts=2, say=said.append)
+    assert lasting.ask(lambda: engine.generate([1])) == [10]
+    engine.is_lost = True
+    assert lasting.ask(lambda: engine.generate([1, 2])) == [10, 20]
+    assert (engine.restarted, lasting.num_restarts) == ([[1], [1]], 2)
+    assert said[0].startswith("engine replica 1: died (signal SIGKILL) while generate: started again in")
+    engine.is_lost = True
+    with pytest.raises(LostEngineError, match=r"replica 1: died .*\n--restarts: 2 of 2 were used"):
+        lasting.ask(lambda: engine.generate([1]))
+
+
+def test_an_error_that_no_restart_mends_is_passed_on():
+    def refuse():
+        raise EngineError("request 3 does not fit")
+
+    with pytest.raises(EngineError, match="request 3 does not fit"):
+        LastingEngine(TwoReplicas(), restarts=2, say=print).ask(refuse)
 
 
 def test_a_call_fills_the_engines_a_few_times_and_holds_at_least_one_problem():
