@@ -1,0 +1,161 @@
+"""Reference log-probs, corrections and advantages of an iteration do not depend on the layout that makes them."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.data.types import RolloutGroup, Verdict
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.recipe.algorithm import CorrectionConfig, EntropyConfig, KlConfig
+from megatron_rl.recipe.schema import ModelConfig
+from megatron_rl.recipe.stages import (
+    AlgorithmConfig,
+    OptimizerConfig,
+    RlStage,
+    SamplingConfig,
+    ScheduleConfig,
+)
+from tests.helpers.distributed import run_distributed
+from tests.helpers.models import make_tiny_hf
+from tests.helpers.rollouts import group
+
+C, W = Verdict.CORRECT, Verdict.WRONG
+TP2, DP2 = ParallelLayout(tp=2), ParallelLayout(dp=2)
+
+
+def _stage(**algorithm: Any) -> RlStage:
+    return RlStage(
+        kind="rl", prompts="p.jsonl", rewards={"math_answer": 1.0}, iterations=1, prompts_per_iteration=4,
+        group_size=3, updates_per_rollout=2, tokens_per_microbatch=24,
+        sampling=SamplingConfig(temperature=0.8, max_prompt_tokens=4, max_response_tokens=12),
+        optimizer=OptimizerConfig(lr=1e-2), algorithm=AlgorithmConfig(**algorithm),
+    )  # fmt: skip
+
+
+IN_REWARD = _stage(
+    advantage="batch_std",
+    kl=KlConfig(coefficient=0.1, where="reward"),
+    correction=CorrectionConfig(kind="token_tis", high=1.5, veto=1e-9, batch_normalise=True),
+)
+IN_LOSS = _stage(kl=KlConfig(coefficient=0.1), entropy=EntropyConfig(target=50.0, delta=1e-3))
+
+
+def _groups() -> list[RolloutGroup]:
+    """Random responses of several lengths, with log-probs around those of a random model."""
+    draw = random.Random(3)
+    made = []
+    for number in range(4):
+        one = group(str(number), [C, W, W] if number % 2 else [C, C, W])
+        rollouts = []
+        for rollout in one.rollouts:
+            length = draw.randint(2, 9)
+            completion = replace(
+                rollout.completion,
+                token_ids=[draw.randrange(250) for _ in range(length)],
+                logprobs=[-5.5 + draw.uniform(-1, 1) for _ in range(length)],
+            )
+            rollouts.append(replace(rollout, completion=completion))
+        made.append(replace(one, rollouts=rollouts))
+    return made
+
+
+def _measure(rank: int, world_size: int, model: str, other: str, place: str) -> list[dict[str, Any]]:
+    from megatron_rl.parallel import groups
+
+    groups.init_process_groups(
+        TP2, rank=rank, world_size=world_size, master_addr="127.0.0.1",
+        master_port=int(os.environ["MASTER_PORT"]), timeout_s=60,
+    )  # fmt: skip
+    first = _of_layout(TP2, rank, model, other, f"{place}/tp")
+    groups.destroy_model_groups()
+    groups.build_model_groups(DP2, timeout_s=60)
+    second = _of_layout(DP2, rank, model, other, f"{place}/dp")
+    groups.destroy_process_groups()
+    return [first, second]
+
+
+def _of_layout(layout: ParallelLayout, rank: int, model: str, other: str, place: str) -> dict[str, Any]:
+    import torch
+
+    from megatron_rl.algo.entropy import EntropyState
+    from megatron_rl.model.spec import ModelSpec
+    from megatron_rl.train.metrics import merge
+    from megatron_rl.train.policy import Policy
+    from megatron_rl.train.reference import ReferencePolicy
+    from megatron_rl.train.scoring import score_updates
+    from megatron_rl.train.updates import apply_updates, plan_updates
+
+    policy = Policy(ModelConfig(hf_path=model, dtype="float32"), ModelSpec.from_hf(model), layout, rank=rank)
+    policy.start_stage(IN_LOSS.optimizer, ScheduleConfig(), total_steps=4)
+    before = _weights(policy)
+    reference = ReferencePolicy.from_hf(policy, other, rank=rank)
+    groups = _groups()
+    found: dict[str, Any] = {"advantages": {}, "tokens": {}}
+    planned = plan_updates(groups, IN_REWARD, layout, dp_rank=policy.dp_rank)
+    updates, found["metrics"] = score_updates(policy, planned, groups, IN_REWARD, reference=reference)
+    found["is_lent"] = all(torch.equal(a, b) for a, b in zip(before, _weights(policy), strict=True))
+    for update in updates:
+        found["advantages"] |= {sample.sample_id: sample.advantage for sample in update.samples}
+        for batch in update.batches:
+            bounds, rl = batch.cu_seqlens.tolist(), batch.rl
+            assert rl is not None and rl.ref_logprobs is not None and rl.correction is not None
+            for number, index in enumerate(batch.sample_index):
+                tokens = slice(bounds[number], bounds[number + 1])
+                found["tokens"][update.samples[index].sample_id] = [
+                    one[tokens].tolist()
+                    for one in (rl.old_logprobs, rl.ref_logprobs, rl.correction, rl.advantages)
+                ]
+    planned = plan_updates(groups, IN_LOSS, layout, dp_rank=policy.dp_rank)
+    updates, _ = score_updates(policy, planned, groups, IN_LOSS, reference=reference)
+    steps, entropy = apply_updates(
+        policy, updates, IN_LOSS, EntropyState.start(IN_LOSS.algorithm.entropy, {})
+    )
+    found["steps"] = [merge(step) for step in steps]
+    found["entropy"] = entropy.to_dict()
+    # what a stage leaves in the run directory is what it began with, bit for bit
+    kept = _weights(policy)
+    policy.save_hf(place, hf_source=model)
+    apply_updates(policy, updates, IN_LOSS, entropy)
+    again = ReferencePolicy.from_hf(policy, place, rank=rank)
+    with again._in_place(policy):
+        found["is_kept"] = all(torch.equal(a, b) for a, b in zip(kept, _weights(policy), strict=True))
+    return found
+
+
+def _weights(policy: Any) -> list[Any]:
+    return [param.detach().clone() for params in policy.named_params() for param in params.values()]
+
+
+@pytest.mark.timeout(240)
+def test_scores_of_an_iteration_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    model = make_tiny_hf(tmp_path / "model")
+    other = make_tiny_hf(tmp_path / "other", seed=9)
+    ranks = run_distributed(_measure, 2, str(model), str(other), str(tmp_path), timeout_s=200)
+    tp, dp = ([of_rank[which] for of_rank in ranks] for which in (0, 1))
+    for found in tp + dp:
+        # the trained weights come back after the reference was scored
+        assert found["is_lent"] and found["is_kept"]
+    want = tp[0]
+    tokens = dp[0]["tokens"] | dp[1]["tokens"]
+    assert set(tokens) == set(want["tokens"]) and len(dp[0]["tokens"]) < len(tokens) == 12
+    for name, fields in want["tokens"].items():
+        for got, field in zip(tokens[name], fields, strict=True):
+            assert got == pytest.approx(field, abs=2e-5), name
+    for found in dp:
+        assert found["advantages"] == pytest.approx(want["advantages"], abs=1e-5)
+        assert found["metrics"] == pytest.approx(want["metrics"], abs=1e-5)
+        assert found["entropy"] == pytest.approx(want["entropy"], abs=1e-5)
+    # weights of both updates, normalised each, have a mean of 1 over what they keep
+    assert want["metrics"]["mismatch/weight_mean"] == pytest.approx(
+        want["metrics"]["mismatch/kept_frac"], abs=1e-6
+    )
+    assert abs(want["metrics"]["reward/kl_ref"]) > 1e-3
+    first, second = want["steps"]
+    assert first["policy/kl_ref"] > 1e-4
+    assert (first["policy/entropy_coefficient"], second["policy/entropy_coefficient"]) == (0.0, 1e-3)
