@@ -44,6 +44,10 @@ RL = (
     # every group trains, so that every iteration changes the weights
     "stages.1.rewards={math_answer: 1.0, format: 0.1}",
     "stages.1.algorithm.drop_zero_advantage=false",
+    # what has a state of its own: weights of a reference, a coefficient that moves
+    "stages.1.algorithm.kl={coefficient: 0.02}",
+    "stages.1.algorithm.entropy={target: 1.0, delta: 0.001}",
+    "stages.1.algorithm.correction={kind: token_tis, batch_normalise: true}",
     "stages.1.optimizer.lr=1e-4",
     "stages.1.schedule={kind: linear, warmup_steps: 2}",
     "stages.1.eval={every: 3, sets: {few: small/few.jsonl}, samples: 1, temperature: 1.0}",
