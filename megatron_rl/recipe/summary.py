@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.resolve import Resolved
-from megatron_rl.recipe.stages import RlStage, SftStage
+from megatron_rl.recipe.stages import RlStage, SftStage, Stage
 from megatron_rl.recipe.transfer import transfer_summary
-from megatron_rl.reshard.plan_text import summary_rows
+from megatron_rl.reshard.plan_text import size_text, summary_rows
 
 
 def summary_data(loaded: LoadedRecipe, resolved: Resolved) -> dict[str, Any]:
@@ -71,6 +71,7 @@ def summary_table(loaded: LoadedRecipe, resolved: Resolved) -> str:
                     f"{wanted.epochs:g} over the rows of {wanted.data}, of which some may be dropped",
                 )
             )
+        rows += _reference(loaded, resolved, wanted)
         rows.append(("  tokens in all", f"at most {stage.max_tokens_total:,}"))
         if (transfer := _transfer(loaded, resolved, i)) is not None:
             rows += [(f"  {what}", how_much) for what, how_much in summary_rows(transfer)]
@@ -91,6 +92,17 @@ def _experts(resolved: Resolved) -> list[tuple[str, str]]:
         return []
     spread = f"{moe.num_experts}, of which a token takes {moe.experts_per_token}; "
     return [("experts", spread + f"ep {layout.ep} x etp {layout.expert_tp} x {layout.expert_dp} replicas")]
+
+
+def _reference(loaded: LoadedRecipe, resolved: Resolved, stage: Stage) -> list[tuple[str, str]]:
+    """What the reference policy of a KL term costs each rank; nothing for a stage without one."""
+    if not isinstance(stage, RlStage) or stage.algorithm.kl is None:
+        return []
+    layout = resolved.layout
+    element = 2 if loaded.recipe.model.dtype == "bfloat16" else 4
+    part = resolved.num_parameters * element / (layout.tp * layout.pp)
+    text = f"about {size_text(part)} of host memory per rank, {size_text(2 * part)} while it scores"
+    return [("  reference policy", text)]
 
 
 def _transfer(loaded: LoadedRecipe, resolved: Resolved, stage: int) -> dict[str, Any] | None:

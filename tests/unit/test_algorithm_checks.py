@@ -9,16 +9,20 @@ import pytest
 
 from megatron_rl.recipe.algorithm import (
     CORRECTION_DEFAULTS,
+    AdvantageName,
+    AggregateName,
     CorrectionConfig,
     CorrectionKind,
     EntropyConfig,
     KlConfig,
+    KlEstimatorName,
     SurrogateName,
     kl_estimator,
     option,
 )
 from megatron_rl.recipe.algorithm_checks import algorithm_problems
 from megatron_rl.recipe.stages import AlgorithmConfig
+from tests.helpers.source import ROOT
 
 NEEDS = {
     "gspo": {"aggregate": "sequence_mean"},
@@ -168,3 +172,15 @@ def test_defaults_are_those_of_the_sources() -> None:
     assert dict(CORRECTION_DEFAULTS["geometric_mask"]) == {"low": 0.999, "high": 1.002}
     assert dict(CORRECTION_DEFAULTS["token_tis"]) == {"high": 2.0}
     assert kl_estimator(KL) == "k3_unbiased" and kl_estimator(replace(KL, where="reward")) == "k1"
+
+
+def test_the_guide_names_everything_that_can_be_chosen() -> None:
+    guide = (ROOT / "megatron_rl" / "algo" / "README.md").read_text()
+    names = [
+        *get_args(SurrogateName),
+        *get_args(AdvantageName),
+        *get_args(AggregateName),
+        *get_args(KlEstimatorName),
+        *get_args(CorrectionKind),
+    ]
+    assert [name for name in names if f"`{name}`" not in guide] == []

@@ -44,6 +44,13 @@ def test_progress_survives_a_round_trip_through_a_checkpoint() -> None:
     assert Progress(**json.loads(json.dumps(progress.to_dict()))) == progress
 
 
+def test_the_state_of_an_entropy_bonus_goes_with_its_stage() -> None:
+    held = {"coefficient": 0.1 + 0.2, "measured": 1 / 3}
+    progress = Progress(stage=1).advanced(1, entropy=held).advanced(2)
+    assert Progress(**json.loads(json.dumps(progress.to_dict()))).entropy == held
+    assert progress.next_stage(2).entropy == {}
+
+
 def test_skipped_steps_in_a_row_survive_a_checkpoint_and_end_with_a_step_that_is_taken() -> None:
     progress = Progress().advanced(1, skipped_in_a_row=1).advanced(2, skipped_in_a_row=2)
     resumed = Progress(**json.loads(json.dumps(progress.to_dict())))

@@ -211,6 +211,22 @@ def test_violations_of_world_model_stages_and_disk_are_reported_together(recipe)
     }  # fmt: skip
 
 
+def test_a_reference_policy_shows_its_memory_and_has_to_be_there(recipe):
+    kl = "stages.1.algorithm.kl={coefficient: 0.01}"
+    loaded = load_recipe(recipe, [kl, "layout.tp=2"])
+    resolved = check_recipe(loaded, world_size=2)
+    kib = resolved.num_parameters * 4 / 2 / 2**10
+    want = rf"^  reference policy +about {kib:,.1f}".removesuffix(".0") + " KiB of host memory per rank"
+    assert re.search(want, summary_table(loaded, resolved), re.M)
+    plain = load_recipe(recipe)
+    assert "reference policy" not in summary_table(plain, check_recipe(plain, world_size=1))
+    found = problems(recipe, kl, "stages.1.algorithm.kl.reference=nowhere")
+    assert (
+        set(found) == {"stages.1.algorithm.kl.reference"}
+        and "no directory nowhere" in found["stages.1.algorithm.kl.reference"]
+    )
+
+
 @pytest.mark.parametrize("surrogate", ["grpo", "clip_higher", "gppo"])
 def test_default_clip_options_fit_every_surrogate(recipe, surrogate):
     check_recipe(load_recipe(recipe, [f"stages.1.algorithm.surrogate={surrogate}"]), world_size=1)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from megatron_rl.algo.advantages import group_std_advantages
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.recipe.algorithm import SurrogateName
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.stages import AlgorithmConfig
 from megatron_rl.train.batches import rollout_samples
@@ -38,6 +40,14 @@ def test_groups_follow_from_the_seed_with_both_signs_of_advantage_and_mixed_leng
     }
     samples = rollout_samples(with_logprobs(groups, planted), [[0.0] * 3] * 2)
     assert all(s.rollout_logprobs[-1] == -0.5 and s.rollout_logprobs[0] == 0.0 for s in samples)
+
+
+@pytest.mark.parametrize("surrogate", get_args(SurrogateName))
+def test_ratios_are_planted_on_both_sides_of_one_for_every_surrogate(surrogate: SurrogateName) -> None:
+    algorithm = AlgorithmConfig(surrogate=surrogate)
+    planted = planted_logprobs({"a": [-1.0] * 300}, algorithm, seed=1)["a"]
+    ratios = [math.exp(-1.0 - value) for value in planted]
+    assert all(map(math.isfinite, ratios)) and min(ratios) < 0.9 < 1.1 < max(ratios)
 
 
 @pytest.mark.parametrize("surrogate", ["gppo", "grpo"])
