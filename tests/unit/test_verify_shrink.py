@@ -156,6 +156,34 @@ def test_every_window_of_a_curriculum_has_rows(source: Path, tmp_path: Path) -> 
         shrunk(source, tmp_path / "other", windows.replace("[3, 3]", "[7, 9]"))
 
 
+def test_what_needs_a_model_that_solves_something_is_left_out_of_a_proof(
+    source: Path, tmp_path: Path
+) -> None:
+    stage = shrunk(
+        source,
+        tmp_path / "place",
+        "stages.1.dynamic_sampling={kind: refill, generate_prompts: 8}",
+        "stages.1.overlong={kind: penalty, buffer_tokens: 16}",
+        "stages.1.sampling.max_response_tokens=32",
+        "stages.1.tokens_per_microbatch=256",
+        "stages.1.rescore={samples: 8, drop_below: 0.1}",
+        "stages.1.curriculum=[{iterations: 2, pass_rate: [0.2, 0.8]}]",
+    ).recipe.stages[1]
+    assert stage.dynamic_sampling is None and stage.curriculum == ()
+    assert stage.overlong.buffer_tokens == 16 <= stage.sampling.max_response_tokens
+    assert (stage.rescore.samples, stage.rescore.drop_below) == (2, 0.0)
+
+
+def test_no_step_that_a_kill_is_planned_for_is_promoted_away(source: Path) -> None:
+    from megatron_rl.recipe.load import load_recipe
+
+    rule = "{on: truncated_frac, window: 1, threshold: 0.5}"
+    window = f"{{iterations: 9, difficulty: [0, 3], promote: {rule}}}"
+    for override in (f"stages.1.promote={rule}", f"stages.1.curriculum=[{window}]"):
+        (_, stage) = shorten(load_recipe(source, ["stages.1.iterations=9", override]).recipe).stages
+        assert stage.promote is None and all(each.promote is None for each in stage.curriculum)
+
+
 def test_a_shortened_run_crosses_a_border_of_the_curriculum_and_saves_on_the_way(source: Path) -> None:
     from megatron_rl.recipe.load import load_recipe
     from megatron_rl.recipe.stages import CurriculumWindow
