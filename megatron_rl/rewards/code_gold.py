@@ -1,7 +1,7 @@
 """The tests of a programming problem, read from what data sets hold, each ready to run.
 
 Forms: `inputs` + `outputs` (standard input and output, or with `fn_name` argument lists and results), the same in
-files (`inputs_file`, `outputs_file`), and assertions (`functional` or `pytest`, a text or a list of texts).
+files (`inputs_file`, `outputs_file`), and assertions (`functional`, `pytest` or `asserts`: a text or a list of texts).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _read_tests(gold: Mapping[str, Any]) -> list[CodeTest]:
         return _pairs(
             _read_list(gold["inputs_file"]), _read_list(gold.get("outputs_file")), gold.get("fn_name")
         )
-    for key in ("functional", "pytest"):
+    for key in ("functional", "pytest", "asserts"):
         if gold.get(key):
             texts = [gold[key]] if isinstance(gold[key], str) else gold[key]
             if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
@@ -103,7 +103,7 @@ def _read_tests(gold: Mapping[str, Any]) -> list[CodeTest]:
             return [test for text in texts if text.strip() for test in _assertions(text)]
     raise BadGold(
         f"no tests among the keys {', '.join(sorted(map(str, gold)))[:200] or '(none)'}; known are inputs and "
-        f"outputs, inputs_file and outputs_file, functional, pytest"
+        f"outputs, inputs_file and outputs_file, functional, pytest, asserts"
     )
 
 
@@ -167,20 +167,18 @@ def _assertions(text: str) -> list[CodeTest]:
     alone = [node for node in tree.body if isinstance(node, ast.Assert)]
     if not alone:
         return [_assertion(text, None)]
-    others = [node for node in tree.body if not isinstance(node, ast.Assert)]
-    return [
-        # in their order: what an assertion reads may be set right before it
-        _assertion(
-            ast.unparse(
-                ast.Module(
-                    body=[n for n in tree.body if n in others or n is each],
-                    type_ignores=[],
-                )
-            ),
-            None,
-        )
-        for each in alone
-    ]
+    return [_assertion(ast.unparse(_up_to(tree, each)), None) for each in alone]
+
+
+def _up_to(tree: ast.Module, last: ast.Assert) -> ast.Module:
+    """Everything before an assertion, and it; earlier ones run for what they change, but cannot fail."""
+    body: list[ast.stmt] = []
+    for node in tree.body[: tree.body.index(last) + 1]:
+        if isinstance(node, ast.Assert) and node is not last:
+            handler = ast.ExceptHandler(type=ast.Name("Exception", ast.Load()), name=None, body=[ast.Pass()])
+            node = ast.Try(body=[node], handlers=[handler], orelse=[], finalbody=[])
+        body.append(node)
+    return ast.fix_missing_locations(ast.Module(body=body, type_ignores=[]))
 
 
 def _entries(node: ast.stmt) -> list[str]:

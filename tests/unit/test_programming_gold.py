@@ -35,12 +35,11 @@ def test_files_stand_for_lists(tmp_path):
     assert gold == read_gold({"inputs": ["1\n"], "outputs": ["2\n"]})
 
 
-def test_each_assertion_on_the_top_level_is_a_test_and_sees_what_stands_before_it():
-    found = payloads({"functional": "x = 1\nassert f(x) == 2\nx = 2\nassert f(x) == 3\n"})
-    assert [one["code"] for one in found] == [
-        "x = 1\nassert f(x) == 2\nx = 2",
-        "x = 1\nx = 2\nassert f(x) == 3",
-    ]
+def test_each_assertion_on_the_top_level_is_a_test_after_all_that_stands_before_it():
+    first, second = payloads({"functional": "x = 1\nassert f(x) == 2\nx = 2\nassert f(x) == 3\ny = 1"})
+    assert first["code"] == "x = 1\nassert f(x) == 2"
+    tried = "try:\n    assert f(x) == 2\nexcept Exception:\n    pass"
+    assert second["code"] == f"x = 1\n{tried}\nx = 2\nassert f(x) == 3"
 
 
 def test_each_test_function_and_method_is_a_test():

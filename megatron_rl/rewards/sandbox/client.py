@@ -22,18 +22,23 @@ from megatron_rl.rewards.sandbox.jobs import Job, Outcome, Status, Unpacker, pac
 _MODULE = "megatron_rl.rewards.sandbox.supervisor"
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
-_SILENCE_S = 30.0  # beyond the wall time of a job: a supervisor that says nothing for so long is lost
 _ATTEMPTS = 3  # at a job that the sandbox failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a supervisor is started with. `python` None: the system's own."""
+    """What a supervisor is started with. `python` None: the system's own.
+
+    One that says nothing for `silence_s` beyond the wall time of a job is lost. A slot whose uid still has processes
+    `vacate_s` after its run gets another.
+    """
 
     slots: int = 2
     first_uid: int = 60800
     num_uids: int = 384
     python: str | None = None
+    silence_s: float = 30.0
+    vacate_s: float = 5.0
 
 
 class _Lost(Exception):
@@ -105,7 +110,7 @@ class Sandbox:
                     index = waiting.popleft()
                     flying[index] = replace(jobs[index], id=index)
                     supervisor.send(pack_job(flying[index]))
-                patience_s = _SILENCE_S + max(job.limits.wall_s for job in flying.values())
+                patience_s = self._settings.silence_s + max(job.limits.wall_s for job in flying.values())
                 for outcome in supervisor.receive(patience_s):
                     del flying[outcome.id]
                     outcomes[outcome.id] = outcome
@@ -141,6 +146,7 @@ class _Supervisor:
     """One process and our end of its socket. Raises RewardError if it does not come up."""
 
     def __init__(self, settings: Settings) -> None:
+        self._silence_s = settings.silence_s
         self._socket, theirs = socket.socketpair()
         self._unpacker = Unpacker()
         values = {
@@ -148,6 +154,7 @@ class _Supervisor:
             "first_uid": settings.first_uid,
             "num_uids": settings.num_uids,
             "python": settings.python,
+            "vacate_s": settings.vacate_s,
         }
         with theirs:
             # the folder that holds the package as working directory: `-m` finds it from wherever we were started
@@ -174,7 +181,7 @@ class _Supervisor:
     def send(self, message: bytes) -> None:
         try:
             # it always reads: what it cannot run yet waits in its own memory
-            self._socket.settimeout(_SILENCE_S)
+            self._socket.settimeout(self._silence_s)
             self._socket.sendall(message)
         except OSError as error:
             raise _Lost(f"cannot be written to: {error}") from None
@@ -194,7 +201,7 @@ class _Supervisor:
         """Wait for it to end its sandboxes and itself; kill it if it does not, which ends them too."""
         self.hang_up()
         try:
-            self.process.wait(_STOP_TIMEOUT_S)
+            self.process.wait(min(_STOP_TIMEOUT_S, self._silence_s))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_rl.rewards.sandbox.bubblewrap import BOX, ENVIRONMENT, Bubblewrap, build_command
 from megatron_rl.rewards.sandbox.interpreter import Interpreter
 from megatron_rl.rewards.sandbox.jobs import Job, JobKind, Limits, Outcome, Status
-from megatron_rl.rewards.sandbox.processes import exists, kill, tree_usage
+from megatron_rl.rewards.sandbox.processes import die_with_parent, exists, kill, tree_usage
 
 _CHUNK = 1 << 16
 _TAIL_BYTES = 2000
@@ -116,6 +116,11 @@ class Run:
     @property
     def deadline(self) -> float:
         return self._began + self.job.limits.wall_s
+
+    @property
+    def pids(self) -> set[int]:
+        """Of its sandboxes, as far as they are known."""
+        return {pid for box in self._boxes for pid in (box.process.pid, box.init) if pid is not None}
 
     def read(self, descriptor: int) -> bool:
         """Take a piece of what can be read now, False for none; closes the descriptor at its end."""
@@ -295,7 +300,7 @@ class Run:
             user=self._uid,
             group=self._uid,
             extra_groups=None if self._uid is None else [],
-            preexec_fn=lambda: _limit(limits, processes),
+            preexec_fn=lambda: _prepare(limits, processes),
         )
         self._boxes.append(_Box(process, status))
 
@@ -337,8 +342,9 @@ class Run:
             box.kill()
 
 
-def _limit(limits: Limits, processes_before: int) -> None:
+def _prepare(limits: Limits, processes_before: int) -> None:
     """In the child, before bubblewrap: limits that everything below inherits and cannot raise."""
+    die_with_parent()
     cpu_s = math.ceil(limits.cpu_s)
     wanted: Iterable[tuple[int, int, int]] = (
         (resource.RLIMIT_AS, limits.memory_mib << 20, limits.memory_mib << 20),

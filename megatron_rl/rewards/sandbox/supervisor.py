@@ -30,20 +30,30 @@ from megatron_rl.rewards.sandbox.jobs import (
     pack_outcome,
     unpack_job,
 )
-from megatron_rl.rewards.sandbox.processes import become_subreaper, kill, processes_of
+from megatron_rl.rewards.sandbox.processes import (
+    become_subreaper,
+    children,
+    is_sandbox,
+    kill,
+    processes_of,
+)
 from megatron_rl.rewards.sandbox.run import Launch, Run
 from megatron_rl.rewards.sandbox.seccomp import build_filter
 
 _TICK_S = 0.1
 _IDLE_S = 1.0  # between two looks at whether whoever started us still lives
-_EMPTY_WITHIN_S = 5.0  # a uid whose processes outlive that is given up for another
 _STOP_WITHIN_S = 5.0
 
 
 class Uids:
-    """Unprivileged uids of this supervisor alone, out of a range that all supervisors of the machine share."""
+    """Unprivileged uids of this supervisor alone, out of a range that all supervisors of the machine share.
 
-    def __init__(self, first: int, count: int) -> None:
+    A sandbox that was killed together with its supervisor in the middle of its own start can stay behind, asleep and
+    empty. Its uid is nobody's then: whoever claims it next ends it.
+    """
+
+    def __init__(self, first: int, count: int, bubblewrap: str) -> None:
+        self._bubblewrap = bubblewrap
         self._free = deque(range(first, first + count))
         self._place = f"uids {first} to {first + count - 1}"
         self._claims: list[socket.socket] = []
@@ -52,12 +62,20 @@ class Uids:
         """A uid with no process, no name and no other supervisor. Raises RewardError when none is left."""
         while self._free:
             uid = self._free.popleft()
-            if not _has_name(uid) and not processes_of({uid}) and self._claim(uid):
+            if not _has_name(uid) and self._claim(uid) and self._is_empty(uid):
                 return uid
         raise RewardError(
             f"sandbox.first_uid: none of the {self._place} is free; set it to the start of a range of user ids "
             f"that nothing on this machine uses"
         )
+
+    def _is_empty(self, uid: int) -> bool:
+        left = processes_of({uid})
+        for pid in left:
+            if is_sandbox(pid, self._bubblewrap):
+                kill(pid)
+        # what was killed just now is gone when the next one looks
+        return not left
 
     def _claim(self, uid: int) -> bool:
         # an abstract address: the kernel frees it when we end, however we do
@@ -90,7 +108,14 @@ class Supervisor:
     """Serves one socket. Raises RewardError at the start for what keeps it from running anything."""
 
     def __init__(
-        self, control: socket.socket, *, slots: int, first_uid: int, num_uids: int, python: str | None
+        self,
+        control: socket.socket,
+        *,
+        slots: int,
+        first_uid: int,
+        num_uids: int,
+        python: str | None,
+        vacate_s: float,
     ) -> None:
         bubblewrap = find_bubblewrap()
         if isinstance(bubblewrap, str):
@@ -104,8 +129,9 @@ class Supervisor:
             processes_before=0 if is_root else len(processes_of({os.geteuid()})) + slots * 64,
         )
         self._texts = self._launch.texts()
-        self._uids = Uids(first_uid, num_uids) if is_root else None
+        self._uids = Uids(first_uid, num_uids, bubblewrap.path) if is_root else None
         self._slots = [Slot(uid=self._uids.take() if self._uids else None) for _ in range(slots)]
+        self._vacate_s = vacate_s
         self._control, self._unpacker = control, Unpacker()
         self._waiting: deque[Job] = deque()
         self._replies = bytearray()
@@ -220,10 +246,17 @@ class Supervisor:
                 if not slot.run.is_ending or not slot.run.is_over():
                     slot.run.tick(now)
                 if slot.run.is_over():
+                    self._end_orphans()
                     self._send(pack_outcome(slot.run.outcome()))
                     slot.run, slot.leaving_since = None, now
             if slot.leaving_since is not None:
                 self._vacate(slot, now)
+
+    def _end_orphans(self) -> None:
+        """A sandbox killed in the middle of its start leaves a process that nobody told us of: now our child."""
+        known = {pid for slot in self._slots if slot.run for pid in slot.run.pids}
+        for pid in children() - known:
+            kill(pid)
 
     def _vacate(self, slot: Slot, now: float) -> None:
         """Free the slot once its uid has no process; take another uid if that does not come to pass."""
@@ -234,7 +267,7 @@ class Supervisor:
         for pid in left:
             kill(pid)
         assert slot.leaving_since is not None
-        if now - slot.leaving_since > _EMPTY_WITHIN_S:
+        if now - slot.leaving_since > self._vacate_s:
             assert self._uids is not None
             with contextlib.suppress(RewardError):
                 slot.uid, slot.leaving_since = self._uids.take(), None
@@ -248,6 +281,10 @@ class Supervisor:
         while time.monotonic() < deadline and any(
             slot.run and not slot.run.is_over() for slot in self._slots
         ):
+            self._reap()
+            time.sleep(0.005)
+        while time.monotonic() < deadline and children():
+            self._end_orphans()
             self._reap()
             time.sleep(0.005)
 

@@ -1,0 +1,172 @@
+"""What is lost while programs run: supervisors, trainers, slots. Nothing is graded wrongly and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from megatron_rl.errors import RewardError
+from megatron_rl.recipe.sandbox import SandboxConfig
+from megatron_rl.rewards.code_tests import CodeTests
+from megatron_rl.rewards.sandbox.client import Sandbox, Settings
+from megatron_rl.rewards.sandbox.jobs import Job, JobKind, Limits, Status
+from megatron_rl.rewards.sandbox.processes import processes_of
+
+FIRST_UID = 62000  # a range of our own
+UIDS = set(range(FIRST_UID, FIRST_UID + 384))
+SLOW = b"import time\ntime.sleep(0.6)\nprint(7)"
+
+
+def settings(**more) -> Settings:
+    return Settings(slots=2, first_uid=FIRST_UID, **more)
+
+
+def jobs(count: int, program: bytes = SLOW) -> list[Job]:
+    limits = Limits(wall_s=20.0)
+    return [Job(id=i, kind=JobKind.STDIN, program=program, payload=b"", limits=limits) for i in range(count)]
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            return stream.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def alive() -> list[int]:
+    """Processes of our uids. Zombies of a supervisor that was killed wait for the machine's init."""
+    return [pid for pid in processes_of(UIDS) if is_running(pid)]
+
+
+def nothing_is_left() -> bool:
+    """No process, but perhaps a sandbox that died with its supervisor in its own start: the next claim ends it."""
+    if alive():
+        sandbox = Sandbox(Settings(slots=16, first_uid=FIRST_UID))
+        sandbox.start()
+        sandbox.close()
+    return not alive()
+
+
+@pytest.mark.parametrize(("number", "silence_s"), [(signal.SIGKILL, 30.0), (signal.SIGSTOP, 1.0)])
+def test_a_lost_supervisor_is_replaced_and_its_jobs_are_done_again(number, silence_s):
+    sandbox = Sandbox(settings(silence_s=silence_s))
+    limits = Limits(wall_s=2.0)
+    work = [Job(id=i, kind=JobKind.STDIN, program=SLOW, payload=b"", limits=limits) for i in range(4)]
+    sandbox.start()
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.extend(sandbox.run(work)))
+    thread.start()
+    wait_until(lambda: len(alive()) >= 4)
+    os.kill(sandbox.pid, number)
+    thread.join(60)
+    assert [(o.id, o.status, o.output) for o in outcomes] == [(i, Status.FINISHED, b"7\n") for i in range(4)]
+    assert sandbox.num_restarts == 1
+    sandbox.close()
+    wait_until(nothing_is_left)
+
+
+def test_a_job_that_takes_every_supervisor_with_it_is_given_up():
+    sandbox = Sandbox(settings())
+    done = threading.Event()
+
+    def kill_each() -> None:
+        last = None
+        while not done.is_set():
+            if sandbox.pid not in (None, last) and alive():
+                last = sandbox.pid
+                os.kill(last, signal.SIGKILL)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=kill_each)
+    thread.start()
+    (outcome,) = sandbox.run(jobs(1, b"import time\ntime.sleep(9)"))
+    done.set()
+    thread.join()
+    assert outcome.status is Status.SANDBOX_ERROR
+    assert sandbox.num_restarts >= 3
+    sandbox.close()
+    wait_until(nothing_is_left)
+
+
+def test_a_killed_trainer_takes_supervisor_and_programs_with_it():
+    text = (
+        "from tests.unit.test_code_sandbox_faults import *\n"
+        "s = Sandbox(settings())\ns.start()\nprint(s.pid, flush=True)\ns.run(jobs(4, b'import time\\ntime.sleep(99)'))"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    supervisor = int(trainer.stdout.readline())
+    wait_until(lambda: len(alive()) >= 4)
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    wait_until(lambda: not alive())
+    wait_until(lambda: not is_running(supervisor))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="slots have a uid of their own only where we are root")
+def test_a_slot_whose_uid_does_not_get_empty_takes_another():
+    sandbox = Sandbox(Settings(slots=1, first_uid=FIRST_UID, vacate_s=0.3))
+    (uid,) = sandbox.start()["uids"]
+    zombie = subprocess.Popen(["true"], user=uid, group=uid, extra_groups=[])
+    # it ended, and nobody but us can take it away
+    wait_until(lambda: not is_running(zombie.pid))
+    uids = {o.output for o in sandbox.run(jobs(2, b"import os\nprint(os.getuid())"))}
+    assert uids == {f"{uid}\n".encode(), f"{uid + 1}\n".encode()}
+    zombie.wait()
+    sandbox.close()
+
+
+def test_closing_ends_a_batch_that_runs():
+    sandbox = Sandbox(settings())
+    sandbox.start()
+    caught = []
+
+    def grade() -> None:
+        try:
+            sandbox.run(jobs(4, b"import time\ntime.sleep(99)"))
+        except RewardError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=grade)
+    thread.start()
+    wait_until(lambda: len(alive()) >= 4)
+    sandbox.close()
+    thread.join(20)
+    assert caught == ["sandbox: closed while it was grading"]
+    assert alive() == []
+    with pytest.raises(RewardError, match="used after close"):
+        sandbox.run(jobs(1))
+
+
+def test_two_supervisors_share_the_range_of_uids():
+    first, second = Sandbox(settings()), Sandbox(settings())
+    assert not set(first.start()["uids"]) & set(second.start()["uids"])
+    first.close()
+    second.close()
+
+
+def test_without_bubblewrap_no_program_runs(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RewardError, match=r"bubblewrap \(bwrap\) is not installed"):
+        CodeTests(SandboxConfig(first_uid=FIRST_UID))
+
+
+def test_an_interpreter_that_is_none_is_named():
+    with pytest.raises(RewardError, match=r"sandbox.python: no interpreter at /nowhere/python"):
+        CodeTests(SandboxConfig(first_uid=FIRST_UID, python="/nowhere/python"))
+    with pytest.raises(RewardError, match=r"does not run as a Python interpreter"):
+        CodeTests(SandboxConfig(first_uid=FIRST_UID, python="/bin/true"))
