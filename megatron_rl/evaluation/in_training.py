@@ -7,7 +7,9 @@ from functools import partial
 
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.evaluation.evaluate import EvalPlan, evaluate, problems_per_call
+from megatron_rl.evaluation.problems import Window
 from megatron_rl.evaluation.result import EvalResult
+from megatron_rl.recipe.checks import parse_day
 from megatron_rl.recipe.stages import EvalConfig, RlStage
 from megatron_rl.rewards.combine import RewardModel
 from megatron_rl.rollout.collect import Collector, Span
@@ -29,6 +31,14 @@ def eval_plan(stage: RlStage, config: EvalConfig, run_seed: int) -> EvalPlan:
             replicas=stage.engine.replicas,
         ),
     )
+
+
+def eval_window(config: EvalConfig, name: str) -> Window:
+    """The days that problems of set `name` are from; all without a window."""
+    if name not in config.windows:
+        return Window()
+    since, until = map(parse_day, config.windows[name])
+    return Window(since=since, until=until)
 
 
 def longest_response(stage: RlStage) -> int:

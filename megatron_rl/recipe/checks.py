@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 
 from megatron_rl.recipe.algorithm_checks import algorithm_problems
@@ -57,6 +58,14 @@ def stage_problems(stage: Stage, path: str) -> Iterator[Problem]:
         yield from _eval_problems(stage.eval, f"{path}.eval")
 
 
+def parse_day(text: str) -> datetime.date | None:
+    """None for what is no day of the form YYYY-MM-DD."""
+    try:
+        return datetime.date.fromisoformat(text) if len(text) == len("2024-08-01") else None
+    except ValueError:
+        return None
+
+
 def _eval_problems(config: EvalConfig, path: str) -> Iterator[Problem]:
     if not config.sets:
         yield Problem(f"{path}.sets", "is empty, name at least one prompt file or set eval to null")
@@ -66,6 +75,18 @@ def _eval_problems(config: EvalConfig, path: str) -> Iterator[Problem]:
                 f"{path}.pass_at",
                 f"got {k}, must be at most samples = {config.samples}: fewer samples say nothing unbiased about "
                 f"pass@{k}; raise samples or lower it",
+            )
+    for name, window in config.windows.items():
+        place = f"{path}.windows.{name}"
+        if name not in config.sets:
+            hint = did_you_mean(name, tuple(config.sets)) or f"; sets are {', '.join(config.sets)}"
+            yield Problem(place, f"no set of this name{hint}")
+        since, until = map(parse_day, window)
+        if since is None or until is None or since >= until:
+            yield Problem(
+                place,
+                f"got [{', '.join(window)}], must be two days, the earlier first, such as [2024-08-01, 2025-02-01]; "
+                "the second is not part of the window",
             )
     if config.top_k != -1 and config.top_k < 1:
         yield Problem(f"{path}.top_k", f"got {config.top_k}, must be at least 1; -1 is no limit")

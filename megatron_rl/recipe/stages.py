@@ -197,6 +197,8 @@ class EvalConfig:
     top_p: Probability = 1.0
     top_k: Int = -1  # -1: no limit
     max_response_tokens: PositiveInt | None = None  # none: those of sampling
+    # set name: [since, until], days as YYYY-MM-DD: only its problems dated on the first or later, and before the second
+    windows: dict[Key, tuple[Text, Text]] = field(default_factory=dict)
     max_prompts: PositiveInt | None = None  # the first so many of each set
 
 

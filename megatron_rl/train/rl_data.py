@@ -13,6 +13,7 @@ from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.types import Prompt
 from megatron_rl.errors import DataError
+from megatron_rl.evaluation.in_training import eval_window
 from megatron_rl.evaluation.problems import select_problems
 from megatron_rl.recipe.amounts import prompts_drawn
 from megatron_rl.recipe.stages import CurriculumWindow, RlStage
@@ -60,7 +61,12 @@ def load_rl_data(stage: RlStage, tokenizer: Tokenizer, *, run_seed: int, stage_i
     data = RlData(
         prompts=prompts,
         eval_sets={
-            name: select_problems(name, load(path, **for_eval), limit=stage.eval.max_prompts)
+            name: select_problems(
+                name,
+                load(path, **for_eval),
+                window=eval_window(stage.eval, name),
+                limit=stage.eval.max_prompts,
+            )
             for name, path in stage.eval.sets.items()
         }
         if stage.eval

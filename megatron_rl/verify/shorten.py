@@ -68,4 +68,4 @@ def _eval(config: EvalConfig | None) -> EvalConfig | None:
     prompts = min(config.max_prompts or _EVAL_PROMPTS, _EVAL_PROMPTS)
     samples = min(config.samples, 2)
     pass_at = tuple(k for k in config.pass_at if k <= samples)
-    return replace(config, every=2, samples=samples, pass_at=pass_at, max_prompts=prompts)
+    return replace(config, every=2, samples=samples, pass_at=pass_at, windows={}, max_prompts=prompts)
