@@ -43,6 +43,8 @@ class CurriculumSampler:
             PromptCursor(len(pool), seed=seed * 1_000_003 + number) for number, pool in enumerate(self._pools)
         ]
 
+        self._drawn: tuple[int, list[int]] = (-1, [])  # the last iteration, and what it has taken of its pool
+
     def window(self, iteration: int) -> CurriculumWindow | None:
         """The window of `iteration` (from 0); None without curriculum. Raises RecipeError beyond the last."""
         return self._windows[self._number(iteration)] if self._windows else None
@@ -52,10 +54,16 @@ class CurriculumSampler:
         return len(self._pools[self._number(iteration)])
 
     def take(self, iteration: int, count: int) -> list[Prompt]:
-        """The next `count` prompts for `iteration`: none twice unless the pool is smaller than `count`."""
+        """The next `count` prompts for `iteration`.
+
+        None comes twice in one iteration, over all its takes, unless the pool is smaller than what it takes.
+        """
         number = self._number(iteration)
         pool = self._pools[number]
-        return [pool[index] for index in self._cursors[number].take(count)]
+        before = self._drawn[1] if self._drawn[0] == iteration else []
+        indices = self._cursors[number].take(count, after=before)
+        self._drawn = iteration, [*before, *indices]
+        return [pool[index] for index in indices]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types: one cursor per window."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -82,8 +82,15 @@ class PromptCursor:
             )
         self._state = state
 
-    def take(self, count: int) -> list[int]:
-        """The next `count` indices, over epoch borders; none twice unless `count` exceeds the pool."""
+    def take(self, count: int, *, after: Sequence[int] = ()) -> list[int]:
+        """The next `count` indices, over epoch borders; none twice unless `count` exceeds the pool.
+
+        `after` are indices that were taken just before and are not wanted again: none of them comes up unless the
+        pool has no others left.
+        """
+        if after and self._state.position == 0 and not self._state.deferred:
+            # they ended the epoch before
+            self._state = replace(self._state, deferred=tuple(sorted(after)))
         taken: list[int] = []
         while len(taken) < count:
             state = self._state
@@ -92,12 +99,12 @@ class PromptCursor:
             if end < state.size:
                 self._state = _moved(state, position=end)
             else:
-                crosses = len(taken) < count <= state.size
+                crosses = len(taken) < count <= state.size - len(after)
                 self._state = CursorState(
                     seed=state.seed,
                     size=state.size,
                     epoch=state.epoch + 1,
-                    deferred=tuple(sorted(taken)) if crosses else (),
+                    deferred=tuple(sorted([*after, *taken])) if crosses else (),
                 )
         return taken
 

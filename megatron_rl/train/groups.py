@@ -17,9 +17,8 @@ from megatron_rl.data.types import Rollout, RolloutGroup
 from megatron_rl.recipe.stages import RlStage
 
 Outcome = Literal["verdict", "score", "all_pass"]
-Generate = Callable[
-    [int], Sequence[RolloutGroup]
-]  # round (from 0) to its graded groups, in the order of drawing
+# the graded groups of the next round, in the order of drawing
+Generate = Callable[[], Sequence[RolloutGroup]]
 
 _OUTCOMES: dict[Outcome, Callable[[Rollout], float]] = {
     "verdict": lambda rollout: float(rollout.reward.verdict.is_correct()),
@@ -75,20 +74,23 @@ def informative_groups(
     return [group for group in found if not is_uninformative(group, by=by)] if drop_zero_advantage else found
 
 
-def collect_groups(generate: Generate, stage: RlStage) -> Collected:
+def collect_groups(generate: Generate, stage: RlStage, *, pool_size: int | None = None) -> Collected:
     """One iteration's groups: one round, or as many as `dynamic_sampling` allows until there are enough.
 
+    No prompt is drawn twice in an iteration, so a pool of `pool_size` prompts (None: enough) bounds the rounds too.
     What is left after the last round is trained on, however little: micro-batches of no weight even out the ranks, so
     that no group has to be thrown away for a number to divide.
     """
     sampling = stage.dynamic_sampling
     algorithm = stage.algorithm
     most = sampling.max_rounds if sampling is not None and sampling.kind == "refill" else 1
+    if sampling is not None and pool_size is not None:
+        most = min(most, max(1, pool_size // sampling.generate_prompts))
     groups: list[RolloutGroup] = []
     found: list[RolloutGroup] = []
     rounds = 0
     while rounds < most and (rounds == 0 or len(found) < stage.prompts_per_iteration):
-        fresh = with_overlong_penalty(generate(rounds), stage)
+        fresh = with_overlong_penalty(generate(), stage)
         rounds += 1
         groups += fresh
         found += informative_groups(

@@ -229,15 +229,16 @@ class RlSession:
 
     def collect(self, progress: Progress, meter: Meter) -> Collected:
         """Draw prompts, sample, grade, in one round or several; the same groups on every rank. Collective."""
-        return collect_groups(partial(self._collect_round, progress, meter), self._stage)
+        generate = partial(self._collect_round, progress, meter)
+        planned = progress.step + progress.skipped
+        pool_size = self._data.sampler.pool_size(planned) if self._data is not None else 0
+        return collect_groups(generate, self._stage, pool_size=self._run.from_driver(pool_size))
 
-    def _collect_round(self, progress: Progress, meter: Meter, number: int) -> list[RolloutGroup]:
-        """Round `number` of the iteration after `progress`. Its prompts are drawn, trained on or not."""
+    def _collect_round(self, progress: Progress, meter: Meter) -> list[RolloutGroup]:
+        """One round of the iteration after `progress`. Its prompts are drawn, whether they are trained on or not."""
         if self._data is None:
             return self._engines.ask(None)
-        # a prompt that comes up again in a later round gets other samples
-        place = (progress.step,) if number == 0 else (progress.step, "round", number)
-        draw = self._draw(self._stage.group_size, *place)
+        draw = self._draw(self._stage.group_size, progress.step)
         prompts = self._data.sampler.take(progress.step + progress.skipped, prompts_drawn(self._stage))
         token_ids = self._data.prompts.token_ids
         return self._engines.ask(

@@ -38,6 +38,23 @@ def test_no_prompt_comes_twice_in_one_take_that_the_pool_can_serve(size, seed, t
             assert len(set(taken)) == count
 
 
+@given(_sizes, st.integers(0, 9), _takes, st.lists(_takes, max_size=5))
+def test_takes_that_belong_together_draw_no_prompt_twice_and_each_still_once_per_epoch(
+    size, seed, before, together
+):
+    cursor = PromptCursor(size, seed=seed)
+    drawn = [index for count in before for index in cursor.take(count)]
+    for takes in together:
+        taken: list[int] = []
+        for count in takes:
+            if len(taken) + count <= size:
+                taken += cursor.take(count, after=taken)
+        assert len(set(taken)) == len(taken)
+        drawn += taken
+    for start in range(0, len(drawn) - size + 1, size):
+        assert sorted(drawn[start : start + size]) == list(range(size))
+
+
 @given(_sizes, st.integers(0, 9), _takes, _takes)
 def test_restored_cursor_continues_exactly(size, seed, before, after):
     cursor = PromptCursor(size, seed=seed)

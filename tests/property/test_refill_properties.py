@@ -49,8 +49,8 @@ def test_refilling_ends_as_soon_as_there_are_enough_and_at_its_bound(
     useful: list[str] = []
     before: list[int] = []
 
-    def generate(number: int) -> list[RolloutGroup]:
-        assert number == len(before)
+    def generate() -> list[RolloutGroup]:
+        number = len(before)
         before.append(len(useful))
         groups = []
         for i in range(sampling.generate_prompts):
@@ -75,11 +75,12 @@ def _iteration(sampler: CurriculumSampler, one: RlStage, iteration: int, solved:
     sampling = one.dynamic_sampling
     assert sampling is not None
     return collect_groups(
-        lambda number: [
+        lambda: [
             group(prompt.id, [C, W] if prompt.id in solved else [W, W])
             for prompt in sampler.take(iteration, sampling.generate_prompts)
         ],
         one,
+        pool_size=sampler.pool_size(iteration),
     )
 
 
@@ -94,6 +95,9 @@ def test_a_cursor_moves_by_what_was_drawn_and_a_resumed_one_draws_the_same(
         states.append(json.dumps(straight.state_dict()))
         runs.append(_iteration(straight, one, iteration, solved))
         drawn += len(runs[-1].groups)
+        ids = [each.prompt.id for each in runs[-1].groups]
+        # the advantages of a group are found by its prompt
+        assert len(set(ids)) == len(ids)
     (cursor,) = straight.state_dict()["cursors"]
     assert cursor["epoch"] * len(PROMPTS) + cursor["position"] == drawn
     for iteration, state in enumerate(states):

@@ -94,20 +94,25 @@ def test_shares_of_all_right_and_all_wrong_groups_are_those_before_the_filter() 
 def test_without_dynamic_sampling_there_is_one_round_and_no_number_of_it() -> None:
     rounds = []
 
-    def generate(number: int) -> list[RolloutGroup]:
-        rounds.append(number)
+    def generate() -> list[RolloutGroup]:
+        rounds.append(1)
         return [group("a", [C, W]), group("b", [C, C])]
 
-    got = collect_groups(generate, stage())
-    assert rounds == [0] and [one.prompt.id for one in got.kept] == ["a"]
+    got = collect_groups(generate, stage(), pool_size=99)
+    assert rounds == [1] and [one.prompt.id for one in got.kept] == ["a"]
     assert got.metrics["reward/dropped_frac"] == 0.5
     assert not any(name.startswith("sampling/") for name in got.metrics) and got.counts == {}
 
 
 def test_refill_ends_after_its_rounds_and_trains_on_what_there_is() -> None:
     sampling = DynamicSamplingConfig(kind="refill", generate_prompts=4, max_rounds=3)
+    numbers = iter(range(9))
     got = collect_groups(
-        lambda number: [group(f"{number}.{i}", [C, W] if i == 0 else [W, W]) for i in range(4)],
+        lambda: [
+            group(f"{number}.{i}", [C, W] if i == 0 else [W, W])
+            for number in [next(numbers)]
+            for i in range(4)
+        ],
         stage(dynamic_sampling=sampling),
     )
     assert [one.prompt.id for one in got.kept] == ["0.0", "1.0", "2.0"]
@@ -115,10 +120,19 @@ def test_refill_ends_after_its_rounds_and_trains_on_what_there_is() -> None:
     assert got.counts == {"cut_by_sampling": 0, "short_iterations": 1}
 
 
+def test_refill_ends_when_its_pool_has_no_further_prompts_for_a_round() -> None:
+    sampling = DynamicSamplingConfig(kind="refill", generate_prompts=4, max_rounds=9)
+    for pool_size, rounds in ((4, 1), (11, 2), (99, 9)):
+        got = collect_groups(
+            lambda: [group("g", [W, W])] * 4, stage(dynamic_sampling=sampling), pool_size=pool_size
+        )
+        assert got.metrics["sampling/rounds"] == rounds and got.kept == []
+
+
 def test_oversampling_takes_the_first_groups_of_one_round_and_counts_those_it_cuts() -> None:
     sampling = DynamicSamplingConfig(kind="oversample", generate_prompts=8)
     groups = [group(str(i), [W, W] if i == 1 else [C, W]) for i in range(8)]
-    got = collect_groups(lambda number: groups, stage(dynamic_sampling=sampling))
+    got = collect_groups(lambda: groups, stage(dynamic_sampling=sampling))
     assert [one.prompt.id for one in got.kept] == ["0", "2", "3", "4"]
     assert {name: value for name, value in got.metrics.items() if name.startswith("sampling/")} == {
         "sampling/rounds": 1, "sampling/generated": 8, "sampling/kept": 4, "sampling/cut": 3,
@@ -130,7 +144,7 @@ def test_oversampling_takes_the_first_groups_of_one_round_and_counts_those_it_cu
 def test_few_groups_left_of_a_round_are_all_trained_on_by_every_rank() -> None:
     sampling = DynamicSamplingConfig(kind="oversample", generate_prompts=8)
     groups = [group(str(i), [C, W] if i < 3 else [W, W]) for i in range(8)]
-    got = collect_groups(lambda number: groups, stage(dynamic_sampling=sampling))
+    got = collect_groups(lambda: groups, stage(dynamic_sampling=sampling))
     updates = [plan_updates(got.kept, stage(), ParallelLayout(dp=4), dp_rank=rank) for rank in range(4)]
     seen = [index for (update,) in updates for batch in update.batches for index in batch.sample_index]
     assert sorted(seen) == list(range(6))
@@ -147,9 +161,7 @@ def test_the_penalty_falls_over_the_buffer_before_the_limit(num_tokens: int, pen
 
 def test_a_penalty_changes_rewards_and_not_outcomes() -> None:
     one = group("a", [C, W], response_tokens=8)
-    got = collect_groups(
-        lambda number: [one], stage(overlong=OverlongConfig(kind="penalty", buffer_tokens=4))
-    )
+    got = collect_groups(lambda: [one], stage(overlong=OverlongConfig(kind="penalty", buffer_tokens=4)))
     rewards = [rollout.reward for rollout in got.kept[0].rollouts]
     assert [reward.score for reward in rewards] == [0.5, -0.5]
     assert [(reward.parts["overlong"], reward.task_score) for reward in rewards] == [(-0.5, 1.0), (-0.5, 0.0)]
@@ -160,7 +172,7 @@ def test_filtered_responses_count_in_their_group_and_not_in_the_loss() -> None:
         overlong=OverlongConfig(kind="filter"), algorithm=AlgorithmConfig(advantage="group_mean")
     )
     one = truncated(group("a", [C, W]), 1)
-    got = collect_groups(lambda number: [one, truncated(group("b", [C, W]), 0, 1)], filtering)
+    got = collect_groups(lambda: [one, truncated(group("b", [C, W]), 0, 1)], filtering)
     # nothing of the second is left
     assert [each.prompt.id for each in got.kept] == ["a"]
     (update,) = plan_updates(got.kept, filtering, ParallelLayout(), dp_rank=0)
