@@ -254,19 +254,23 @@ def _selected(
         if line["reason"] == "conflicting_answer"
     }
     stayed = []
+
+    def leave_out(entry: Entry, reason: str) -> None:
+        report.drop(entry.source, reason, entry.id)
+        dropped.write(_line({"id": entry.id, "source": entry.source, "reason": reason, "detail": ""}))
+
     for entry in entries:
         rate = rates.get(entry.id, entry.pass_rate)
         reason = "conflicting_answer" if entry.key in disputed else _outside(options.pass_rate, rate)
         if reason is None:
             stayed.append(entry)
-            continue
-        report.drop(entry.source, reason, entry.id)
-        dropped.write(_line({"id": entry.id, "source": entry.source, "reason": reason, "detail": ""}))
+        else:
+            leave_out(entry, reason)
     if options.limit is None or len(stayed) <= options.limit:
         return stayed
     drawn = sorted(stayed, key=lambda entry: _digest(f"{options.seed}:{entry.id}"))
     for entry in drawn[options.limit :]:
-        report.drop(entry.source, "over_limit", entry.id)
+        leave_out(entry, "over_limit")
     return sorted(drawn[: options.limit], key=lambda entry: entry.offset)
 
 

@@ -131,6 +131,7 @@ def test_a_limit_draws_by_seed_and_keeps_the_order(tmp_path, grader):
         )
         drawn.append([int(row["id"]) for row in _rows(tmp_path / f"out{seed}" / "train.jsonl")])
         assert report.reasons() == {"over_limit": 180}
+        assert len(_rows(tmp_path / f"out{seed}" / "dropped.jsonl")) == 180
     assert drawn[0] == sorted(drawn[0]) != drawn[1]
     assert len(drawn[0]) == len(drawn[1]) == 20
 
