@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from megatron_rl.data.types import RolloutGroup, Verdict
+from megatron_rl.errors import CheckpointError
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.algorithm import CorrectionConfig, EntropyConfig, KlConfig
-from megatron_rl.recipe.schema import ModelConfig
+from megatron_rl.recipe.schema import ModelConfig, Recipe
 from megatron_rl.recipe.stages import (
     AlgorithmConfig,
     OptimizerConfig,
@@ -82,12 +84,14 @@ def _measure(rank: int, world_size: int, model: str, other: str, place: str) -> 
 
 def _of_layout(layout: ParallelLayout, rank: int, model: str, other: str, place: str) -> dict[str, Any]:
     import torch
+    import torch.distributed as dist
 
     from megatron_rl.algo.entropy import EntropyState
     from megatron_rl.model.spec import ModelSpec
     from megatron_rl.train.metrics import merge
     from megatron_rl.train.policy import Policy
-    from megatron_rl.train.reference import ReferencePolicy
+    from megatron_rl.train.progress import Progress
+    from megatron_rl.train.reference import ReferencePolicy, open_reference
     from megatron_rl.train.scoring import score_updates
     from megatron_rl.train.updates import apply_updates, plan_updates
 
@@ -118,14 +122,46 @@ def _of_layout(layout: ParallelLayout, rank: int, model: str, other: str, place:
     )
     found["steps"] = [merge(step) for step in steps]
     found["entropy"] = entropy.to_dict()
-    # what a stage leaves in the run directory is what it began with, bit for bit
-    kept = _weights(policy)
-    policy.save_hf(place, hf_source=model)
+    # a second stage begins here; it is resumed after a step, and once more when its reference is gone
+    kept, run = _weights(policy), _run_context(policy, model, place, rank)
+    began = open_reference(IN_LOSS, Progress(stage=1), run)
     apply_updates(policy, updates, IN_LOSS, entropy)
-    again = ReferencePolicy.from_hf(policy, place, rank=rank)
-    with again._in_place(policy):
-        found["is_kept"] = all(torch.equal(a, b) for a, b in zip(kept, _weights(policy), strict=True))
+    resumed = open_reference(IN_LOSS, Progress(stage=1, step=1), run)
+    assert began is not None and resumed is not None
+    found["is_kept"] = [_holds(one, policy, kept) for one in (began, resumed)]
+    dist.barrier()
+    shutil.rmtree(Path(place, "reference"), ignore_errors=True)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="reference of its KL term, are not there"):
+        open_reference(IN_LOSS, Progress(stage=1, step=1), run)
+    assert open_reference(_stage(), Progress(stage=1, step=1), run) is None
     return found
+
+
+def _run_context(policy: Any, model: str, place: str, rank: int) -> Any:
+    """Of a run of two stages, without what a reference does not need."""
+    from megatron_rl.train.context import RunContext
+
+    needless = dict.fromkeys(
+        ("tokenizer", "reporter", "checkpoints", "phases", "stop", "host", "driver_group", "border_group")
+    )
+    recipe = Recipe(name="two", model=ModelConfig(hf_path=model, dtype="float32"), stages=(IN_LOSS, IN_LOSS))
+    return RunContext(
+        recipe=recipe, run_dir=Path(place), rank=rank, layout=policy.layout, spec=policy.spec, policy=policy,
+        **needless,
+    )  # fmt: skip
+
+
+def _holds(reference: Any, policy: Any, weights: list[Any]) -> bool:
+    """Whether the reference is those weights, bit for bit, and the policy is as it was once it was looked at."""
+    import torch
+
+    own = _weights(policy)
+    with reference._in_place(policy):
+        is_same = all(torch.equal(a, b) for a, b in zip(weights, _weights(policy), strict=True))
+        differs = not all(torch.equal(a, b) for a, b in zip(own, _weights(policy), strict=True))
+    is_back = all(torch.equal(a, b) for a, b in zip(own, _weights(policy), strict=True))
+    return is_same and differs and is_back
 
 
 def _weights(policy: Any) -> list[Any]:
@@ -140,7 +176,7 @@ def test_scores_of_an_iteration_do_not_depend_on_the_layout(tmp_path: Path) -> N
     tp, dp = ([of_rank[which] for of_rank in ranks] for which in (0, 1))
     for found in tp + dp:
         # the trained weights come back after the reference was scored
-        assert found["is_lent"] and found["is_kept"]
+        assert found["is_lent"] and found["is_kept"] == [True, True]
     want = tp[0]
     tokens = dp[0]["tokens"] | dp[1]["tokens"]
     assert set(tokens) == set(want["tokens"]) and len(dp[0]["tokens"]) < len(tokens) == 12

@@ -29,7 +29,8 @@ stages:
     updates_per_rollout: 2
     tokens_per_microbatch: 128
     sampling: {{temperature: 0.8, max_prompt_tokens: 48, max_response_tokens: 16}}
-    algorithm: {{surrogate: gppo, sft_on_positives: 0.1, aggregate: sequence_mean}}
+    algorithm: {{surrogate: gppo, sft_on_positives: 0.1, aggregate: sequence_mean,
+      kl: {{coefficient: 0.05}}, entropy: {{coefficient: 0.01}}}}
     optimizer: {{lr: 1.0e-3}}
 checkpoint: {{every_steps: 2}}
 """
