@@ -9,11 +9,12 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.errors import MegatronRLError, RecipeError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.load import LoadedRecipe, load_recipe
 from megatron_rl.recipe.resolve import check_recipe, run_layout, smallest_world
+from megatron_rl.recipe.stages import RlStage
 from megatron_rl.train.launcher import free_port
 from megatron_rl.verify.jobs import LayoutJob
 from megatron_rl.verify.layouts import (
@@ -69,8 +70,14 @@ def _layouts(args: argparse.Namespace, overrides: Sequence[str]) -> list[Paralle
 
 
 def _check(prepared: Prepared, layouts: Sequence[ParallelLayout]) -> None:
-    """Raises RecipeError for a layout that the model or the batch does not divide by."""
+    """Raises RecipeError for a layout that the model or the batch does not divide by, or a loss that depends on it."""
     loaded = load_recipe(prepared.path)
+    for index, stage in enumerate(loaded.recipe.stages):
+        if isinstance(stage, RlStage) and stage.algorithm.normaliser == "micro_batch":
+            raise RecipeError(
+                f"stages.{index}.algorithm.normaliser: got micro_batch, whose loss depends on the layout by definition, "
+                "so that there is nothing to prove; set it to step for this command"
+            )
     for layout in layouts:
         # a layout's own line says which degree does not fit
         of_layout = replace(loaded.recipe, layout=layout_config(layout))

@@ -21,6 +21,7 @@ from megatron_rl.verify.layouts import (
     parse_layout,
 )
 from megatron_rl.verify.table import PROVEN, REFUTED
+from tests.helpers.proofs import write_proof
 
 REFERENCE = Measurement(part="sft", layout="1 process", loss=2.0, grad_norm=3.0)
 GAPS = tuple(TensorGap(name=f"w{n}", difference=1e-7, scale=1.0, rank=0) for n in range(12))
@@ -113,3 +114,12 @@ def test_a_recipe_that_is_not_there_is_exit_code_2(capsys: pytest.CaptureFixture
     for proof in ("layout", "resume", "parity"):
         assert cli.main(["verify", proof, "nowhere.yaml"]) == 2
         assert "nowhere.yaml: no such recipe file" in capsys.readouterr().err
+
+
+def test_a_loss_that_depends_on_the_layout_by_definition_is_not_put_to_the_proof(
+    tmp_path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_proof(tmp_path)
+    own = ["stages.1.algorithm.aggregate=token_mean", "stages.1.algorithm.normaliser=micro_batch"]
+    assert cli.main(["verify", "layout", str(recipe), *own, "--layouts", "dp=2"]) == 2
+    assert "stages.1.algorithm.normaliser: got micro_batch, whose loss depends" in capsys.readouterr().err
