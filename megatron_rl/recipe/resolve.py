@@ -85,6 +85,7 @@ def check_recipe(loaded: LoadedRecipe, *, world_size: int, model_spec: ModelSpec
     for i, stage in enumerate(recipe.stages):
         path = f"stages.{i}"
         problems += stage_problems(stage, path)
+        problems += _reference_problems(stage, f"{path}.algorithm.kl.reference", spec)
         if layout is not None:
             problems += _dp_problems(stage, path, layout.dp)
             problems += _padding_problems(stage, path, layout)
@@ -132,14 +133,6 @@ def _file_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.checkpoint is not None and not Path(recipe.model.checkpoint).is_dir():
         yield _missing("model.checkpoint", Path(recipe.model.checkpoint), "directory")
     for i, stage in enumerate(recipe.stages):
-        if (
-            isinstance(stage, RlStage)
-            and stage.algorithm.kl is not None
-            and stage.algorithm.kl.reference is not None
-        ):
-            reference = Path(stage.algorithm.kl.reference)
-            if not reference.is_dir():
-                yield _missing(f"stages.{i}.algorithm.kl.reference", reference, "directory")
         if isinstance(stage, SftStage):
             files = {f"stages.{i}.data": stage.data}
         else:
@@ -153,6 +146,26 @@ def _file_problems(recipe: Recipe) -> Iterator[Problem]:
             is_there = Path(file).is_file() if dotted.endswith("secret_file") else Path(file).exists()
             if not is_there:
                 yield _missing(dotted, Path(file), "file")
+
+
+def _reference_problems(stage: Stage, path: str, spec: ModelSpec | None) -> Iterator[Problem]:
+    """A reference policy of its own is scored in the place of the trained one, so it has to have its tensors."""
+    kl = stage.algorithm.kl if isinstance(stage, RlStage) else None
+    if kl is None or kl.reference is None:
+        return
+    if not Path(kl.reference).is_dir():
+        yield _missing(path, Path(kl.reference), "directory")
+        return
+    try:
+        other = ModelSpec.from_hf(Path(kl.reference))
+    except ModelError as error:
+        yield Problem(path, str(error))
+        return
+    if spec is not None and hf_tensors(other) != hf_tensors(spec):
+        yield Problem(
+            path,
+            f"{kl.reference} is a model of another shape than model.hf_path; name one with the same tensors",
+        )
 
 
 def _missing(dotted: str, path: Path, what: str) -> Problem:

@@ -78,16 +78,19 @@ def open_reference(stage: RlStage, progress: Progress, run: RunContext) -> Refer
     kl = stage.algorithm.kl
     if kl is None:
         return None
-    source = kl.reference or _source(run.recipe, progress.stage)
-    if source is not None:
-        return ReferencePolicy.from_hf(run.policy, source, rank=run.rank)
+    if kl.reference is not None:
+        return ReferencePolicy.from_hf(run.policy, kl.reference, rank=run.rank)
+    source = _source(run.recipe, progress.stage)
     kept = run.run_dir / REFERENCE_DIR / f"stage_{progress.stage}"
     if progress.step == 0:
-        if run.is_driver:
-            # of a start that was killed; the weights at hand are the same again
-            shutil.rmtree(kept, ignore_errors=True)
-        run.policy.save_hf(str(kept), hf_source=run.recipe.model.hf_path)
+        if source is None:
+            if run.is_driver:
+                # of a start that was killed; the weights at hand are the same again
+                shutil.rmtree(kept, ignore_errors=True)
+            run.policy.save_hf(str(kept), hf_source=run.recipe.model.hf_path)
         return ReferencePolicy.of_now(run.policy)
+    if source is not None:
+        return ReferencePolicy.from_hf(run.policy, source, rank=run.rank)
     if not run.from_driver(kept.is_dir()):
         raise CheckpointError(
             f"{kept}: the weights that stage {progress.stage} began with, reference of its KL term, are not there; put "

@@ -75,8 +75,8 @@ def _check(prepared: Prepared, layouts: Sequence[ParallelLayout]) -> None:
     for index, stage in enumerate(loaded.recipe.stages):
         if isinstance(stage, RlStage) and stage.algorithm.normaliser == "micro_batch":
             raise RecipeError(
-                f"stages.{index}.algorithm.normaliser: got micro_batch, whose loss depends on the layout by definition, "
-                "so that there is nothing to prove; set it to step for this command"
+                f"stages.{index}.algorithm.normaliser: got micro_batch, whose loss depends on the layout by "
+                "definition, so that there is nothing to prove; set it to step for this command"
             )
     for layout in layouts:
         # a layout's own line says which degree does not fit

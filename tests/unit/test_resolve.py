@@ -1,5 +1,6 @@
 """A recipe is checked against the world, the model and the disk in one go, and its numbers follow."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -220,6 +221,16 @@ def test_a_reference_policy_shows_its_memory_and_has_to_be_there(recipe):
     assert re.search(want, summary_table(loaded, resolved), re.M)
     plain = load_recipe(recipe)
     assert "reference policy" not in summary_table(plain, check_recipe(plain, world_size=1))
+    for heads in (4, 8):
+        (recipe.parent / f"of_{heads}").mkdir()
+        config = {
+            **json.loads((recipe.parent / "model" / "config.json").read_text()),
+            "num_attention_heads": heads,
+        }
+        (recipe.parent / f"of_{heads}" / "config.json").write_text(json.dumps(config))
+    check_recipe(load_recipe(recipe, [kl, "stages.1.algorithm.kl.reference=of_4"]), world_size=1)
+    shaped = problems(recipe, kl, "stages.1.algorithm.kl.reference=of_8")
+    assert "of another shape" in shaped["stages.1.algorithm.kl.reference"]
     found = problems(recipe, kl, "stages.1.algorithm.kl.reference=nowhere")
     assert (
         set(found) == {"stages.1.algorithm.kl.reference"}
