@@ -171,8 +171,7 @@ def find_latest(root: Path) -> SavedState | None:
         return read_state(published[-1]) if published else None
     if not (root / name).is_dir():
         raise CheckpointError(
-            f"{root / LATEST_FILE}: names {name!r}, which is not there; write another name into it: "
-            f"{listed([path.name for path in _published(root)]) or 'none is left'}"
+            f"{root / LATEST_FILE}: names {name!r}, which is not there; write another name into it: {_choice(root)}"
         )
     return read_state(root / name)
 
@@ -240,7 +239,11 @@ def read_state(path: Path) -> SavedState:
 
 def _published(root: Path) -> list[Path]:
     """Complete checkpoints, the one furthest in the run last."""
-    found = [(match, path) for path in root.glob("stage_*") if (match := _NAME.fullmatch(path.name))]
+    found = [
+        (match, path)
+        for path in root.glob("stage_*")
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+    ]
     return [path for _, path in sorted(((int(m[1]), int(m[2])), path) for m, path in found)]
 
 
@@ -253,9 +256,13 @@ def _latest_name(root: Path) -> str | None:
         raise CheckpointError(f"{root / LATEST_FILE}: cannot be read: {error}") from None
     if not _NAME.fullmatch(name):
         raise CheckpointError(
-            f"{root / LATEST_FILE}: got {name!r}, must name a checkpoint, such as stage_0_step_000050"
+            f"{root / LATEST_FILE}: got {name!r}, must name a checkpoint; write one into it: {_choice(root)}"
         )
     return name
+
+
+def _choice(root: Path) -> str:
+    return listed([path.name for path in _published(root)]) or "none is left"
 
 
 def _write_latest(root: Path, name: str) -> None:

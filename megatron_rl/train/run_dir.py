@@ -83,7 +83,7 @@ def take_run_dir(run_dir: Path) -> IO[str] | None:
                 file.close()
                 raise MegatronRLError(
                     f"--run-dir {run_dir}: is in use by {holder}; wait for that run or stop it, or choose another "
-                    "directory"
+                    f"directory; remove {path} if its machine is gone and the file server has not noticed"
                 ) from None
         time.sleep(_POLL_S)
     file.truncate(0)
