@@ -59,8 +59,11 @@ def summary_table(loaded: LoadedRecipe, resolved: Resolved) -> str:
         ]
         if stage.rollouts_per_iteration:
             rows += [
-                ("  iterations", f"{stage.iterations:,}"),
-                ("  rollouts per iteration", f"{stage.rollouts_per_iteration:,}"),
+                ("  iterations", f"{_at_most(_is_promoted(loaded, i))}{stage.iterations:,}"),
+                (
+                    "  rollouts per iteration",
+                    f"{_at_most(_is_refilled(loaded, i))}{stage.rollouts_per_iteration:,}",
+                ),
                 ("  tokens per iteration", f"at most {stage.max_tokens_per_iteration:,}"),
             ]
         wanted = loaded.recipe.stages[i]
@@ -77,6 +80,24 @@ def summary_table(loaded: LoadedRecipe, resolved: Resolved) -> str:
             rows += [(f"  {what}", how_much) for what, how_much in summary_rows(transfer)]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+
+
+def _at_most(is_bound: bool) -> str:
+    return "at most " if is_bound else ""
+
+
+def _is_promoted(loaded: LoadedRecipe, stage: int) -> bool:
+    """Whether a rule may end the stage, or a window of it, before its iterations are over."""
+    wanted = loaded.recipe.stages[stage]
+    if not isinstance(wanted, RlStage):
+        return False
+    return wanted.promote is not None or any(window.promote is not None for window in wanted.curriculum)
+
+
+def _is_refilled(loaded: LoadedRecipe, stage: int) -> bool:
+    wanted = loaded.recipe.stages[stage]
+    sampling = wanted.dynamic_sampling if isinstance(wanted, RlStage) else None
+    return sampling is not None and sampling.kind == "refill"
 
 
 def _per_stage(resolved: Resolved) -> str:

@@ -7,6 +7,7 @@ import pytest
 from megatron_rl.errors import RecipeError
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe
+from megatron_rl.recipe.summary import summary_table
 from tests.helpers.recipes import write_recipe
 
 REFILL = "stages.1.dynamic_sampling={kind: refill, generate_prompts: 12, max_rounds: 3}"
@@ -73,6 +74,15 @@ def test_what_fits_together_passes(tmp_path, monkeypatch, overrides):
 
 def test_derived_numbers_count_what_dynamic_sampling_may_generate(tmp_path, monkeypatch):
     assert check(tmp_path, monkeypatch, REFILL).stages[1].rollouts_per_iteration == 12 * 3 * 4
+
+
+def test_the_table_of_check_says_what_is_only_a_bound(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    promote = "stages.1.promote={on: truncated_frac, window: 1, threshold: 1}"
+    loaded = load_recipe(write_recipe(tmp_path), [REFILL, promote])
+    table = summary_table(loaded, check_recipe(loaded, world_size=1))
+    rows = [" ".join(line.split()) for line in table.splitlines()]
+    assert "iterations at most 6" in rows and "rollouts per iteration at most 144" in rows
 
 
 def test_the_kind_of_overlong_is_one_so_that_penalty_and_filter_never_meet(tmp_path, monkeypatch):
