@@ -21,8 +21,8 @@ _CUT = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]*):(pass_rate|difficulty):([^:]+):(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "from data sets (--from)",
-        "Rows are read by schema, as megatron_rl/data/README.md lists them. Left out and counted are rows without a "
-        "problem or gold, proofs, golds in several parts or in prose, golds that the grader does not take for "
+        "Rows are read by schema, as megatron_rl/data/README.md lists them. Left out and counted are rows without a\n"
+        "problem or gold, proofs, golds in several parts or in prose, golds that the grader does not take for\n"
         "themselves, repeats, and what shares a run of words with evaluation problems.",
     )
     group.add_argument(

@@ -36,8 +36,8 @@ class EvaluationIndex:
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self._runs: dict[str, str] = {}
-        self._short: dict[str, str] = {}
+        self._runs: dict[str, tuple[str, str]] = {}  # run: (file, id of the problem)
+        self._short: dict[str, tuple[str, str]] = {}
         self.hits: Counter[str] = Counter()  # problems found, by evaluation file
         self.common_runs: Counter[str] = Counter()  # first run that each was found by
 
@@ -46,9 +46,9 @@ class EvaluationIndex:
         found = words(text)
         # a problem of signs alone, such as a figure: nothing to find it by
         if 0 < len(found) < self._n:
-            self._short.setdefault(" ".join(found), f"{name}: {problem_id}")
+            self._short.setdefault(" ".join(found), (name, problem_id))
         for run in self._all_runs(found):
-            self._runs.setdefault(run, f"{name}: {problem_id}")
+            self._runs.setdefault(run, (name, problem_id))
 
     def find(self, text: str) -> str | None:
         """`file: id` of an evaluation problem that shares a run with `text`, counted in `hits`, or None."""
@@ -56,10 +56,11 @@ class EvaluationIndex:
         short = self._short.get(" ".join(found)) if len(found) < self._n else None
         run = next((run for run in self._all_runs(found) if run in self._runs), None)
         place = short or (None if run is None else self._runs[run])
-        if place is not None:
-            self.hits[place.split(": ")[0]] += 1
-            self.common_runs[run or " ".join(found)] += 1
-        return place
+        if place is None:
+            return None
+        self.hits[place[0]] += 1
+        self.common_runs[run or " ".join(found)] += 1
+        return ": ".join(place)
 
     def _all_runs(self, found: Sequence[str]) -> list[str]:
         return [" ".join(found[i : i + self._n]) for i in range(len(found) - self._n + 1)]

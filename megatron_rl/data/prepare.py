@@ -55,6 +55,11 @@ class Options:
     seed: int = 1
     cuts: Sequence[Cut] = ()
 
+    def label(self, path: Path) -> str:
+        """How reports call a file: its name, or its path where another one has the same name."""
+        same = [other for other in (*self.sources, *self.against) if other.name == path.name]
+        return path.name if len(same) == 1 else str(path)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
@@ -137,8 +142,8 @@ def _evaluation_index(options: Options, report: Report) -> EvaluationIndex:
     for path in options.against:
         prompts, _, _ = prompts_from_rows(_with_gold(iter_rows(path)))
         for prompt in prompts:
-            index.add(problem_text(prompt.messages), name=path.name, problem_id=prompt.id)
-        report.evaluation[path.name] = len(prompts)
+            index.add(problem_text(prompt.messages), name=options.label(path), problem_id=prompt.id)
+        report.evaluation[options.label(path)] = len(prompts)
         if not prompts:
             raise DataError(f"{path}: no evaluation problem can be read; `megatron-rl data {path}` says why")
     return index
@@ -170,22 +175,23 @@ def _first_pass(
         dropped.write(_line({"id": row_id, "source": source, "reason": reason, "detail": detail}))
 
     for source in options.sources:
-        readable = _readable(source, options.dataset, report, leave_out)
+        name = options.label(source)
+        readable = _readable(source, name, options.dataset, report, leave_out)
         while batch := list(islice(readable, _BATCH)):
             for prompt, fault in zip(batch, _gold_faults(batch, grader), strict=True):
                 text = problem_text(prompt.messages)
                 digest, key = content_hash(prompt.messages, prompt.answer), _digest(normalised(text))
                 if fault is not None:
-                    leave_out(source.name, fault, prompt.id, repr(prompt.answer)[:200])
+                    leave_out(name, fault, prompt.id, repr(prompt.answer)[:200])
                 elif not _is_sound(prompt.difficulty, options.difficulties):
-                    leave_out(source.name, "bad_difficulty", prompt.id, str(prompt.difficulty))
+                    leave_out(name, "bad_difficulty", prompt.id, str(prompt.difficulty))
                 elif digest in exact:
-                    leave_out(source.name, "duplicate", prompt.id)
+                    leave_out(name, "duplicate", prompt.id)
                 elif key in golds:
                     reason = _repeat(golds[key], prompt.answer, grader)
-                    leave_out(source.name, reason, prompt.id, key if reason == "conflicting_answer" else "")
+                    leave_out(name, reason, prompt.id, key if reason == "conflicting_answer" else "")
                 elif (place := index.find(text)) is not None:
-                    leave_out(source.name, "contaminated", prompt.id, place)
+                    leave_out(name, "contaminated", prompt.id, place)
                 else:
                     # the id of one source may be taken in another
                     row_id = prompt.id if prompt.id not in seen_ids else f"{prompt.id}-{digest}"
@@ -193,7 +199,7 @@ def _first_pass(
                     spool.write(row)
                     yield Entry(
                         id=row_id,
-                        source=source.name,
+                        source=name,
                         offset=offset,
                         key=key,
                         difficulty=prompt.difficulty,
@@ -210,14 +216,14 @@ def _is_sound(difficulty: float | None, window: tuple[float, float] | None) -> b
 
 
 def _readable(
-    source: Path, dataset: DatasetConfig, report: Report, leave_out: Callable[..., None]
+    source: Path, name: str, dataset: DatasetConfig, report: Report, leave_out: Callable[..., None]
 ) -> Iterator[Prompt]:
     for number, row in enumerate(iter_rows(source), start=1):
-        report.num_rows[source.name] += 1
+        report.num_rows[name] += 1
         prompts, reasons, _ = prompts_from_rows([row], dataset=dataset, place=f"{source}:{number}")
         yield from prompts
         for reason in reasons:
-            leave_out(source.name, reason, str(row.get("id", f"{source.name}:{number}")))
+            leave_out(name, reason, str(row.get("id", f"{name}:{number}")))
 
 
 def _gold_faults(prompts: Sequence[Prompt], grader: Reward) -> list[str | None]:
@@ -338,8 +344,8 @@ def _row(prompt: Prompt, row_id: str, source: str) -> dict[str, Any]:
 
 def _described(options: Options) -> dict[str, Any]:
     return {
-        "sources": [path.name for path in options.sources],
-        "against": [path.name for path in options.against],
+        "sources": [options.label(path) for path in options.sources],
+        "against": [options.label(path) for path in options.against],
         "ngram": options.ngram,
         "difficulties": options.difficulties,
         "pass_rate": options.pass_rate,

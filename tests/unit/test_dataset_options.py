@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import textwrap
+
 import pytest
 
 from megatron_rl.recipe.dataset import (
@@ -11,6 +15,8 @@ from megatron_rl.recipe.dataset import (
     dataset_problems,
     template_problems,
 )
+from megatron_rl.recipe.load import load_recipe
+from tests.helpers.source import ROOT
 
 
 @pytest.mark.parametrize("template", ["no place", "{problem} {problem}", "{Problem}"])
@@ -39,3 +45,24 @@ def test_a_wrapping_that_wraps_nothing_is_a_problem(unwrap):
 )
 def test_columns_that_make_no_conversation_are_a_problem(columns, path):
     assert [p.path for p in conversation_problems(ConversationConfig(**columns), "c")] == [path]
+
+
+def test_the_options_that_the_readme_shows_make_a_recipe_and_are_all_there_are(tmp_path):
+    text = (ROOT / "megatron_rl/data/README.md").read_text()
+    block = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1]
+    assert "max_response_tokens" not in block
+    block = block.replace("sampling: {", "sampling: {max_response_tokens: 8, ")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "name: toy\nmodel: {hf_path: m}\nstages:\n  - kind: rl\n    prompts: p\n    rewards: {math_answer: 1.0}\n"
+        "    iterations: 1\n    prompts_per_iteration: 2\n    group_size: 2\n    optimizer: {lr: 1.0e-6}\n"
+        + textwrap.indent(block, "    ")
+    )
+    stage = load_recipe(file).recipe.stages[0]
+    assert (
+        list(dataset_problems(stage.dataset, "d"))
+        == list(template_problems(stage.prompt_template, "t"))
+        == []
+    )
+    shown = re.findall(r"^  (\w+):", block, re.MULTILINE)
+    assert shown == [field.name for field in dataclasses.fields(DatasetConfig)]

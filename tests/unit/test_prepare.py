@@ -185,6 +185,15 @@ def test_a_column_gives_the_difficulty(tmp_path, grader):
     assert row["extra_info"]["difficulty"] == 0.75
 
 
+def test_sources_of_one_name_are_told_apart_by_their_paths(tmp_path, grader):
+    sources = []
+    for number, name in enumerate(("one", "two")):
+        (tmp_path / name).mkdir()
+        sources.append(_write(tmp_path / name / "train.jsonl", [FIRST[number]]))
+    report = prepare(Options(sources=sources), tmp_path / "out", grader=grader)
+    assert report.kept == {str(source): 1 for source in sources}
+
+
 @pytest.mark.parametrize(
     ("rows", "against", "match"),
     [
