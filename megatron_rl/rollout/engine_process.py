@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 from megatron_rl.errors import EngineError, ReshardError
 from megatron_rl.rollout.channel import STARTING, Channel, setting_behind
 from megatron_rl.rollout.devices import node_id
+from megatron_rl.rollout.engine_scratch import EngineScratch
 from megatron_rl.rollout.process_group import is_stopped, members, stopped_members
 from megatron_rl.rollout.shared_memory import remove_shared_memory, shared_memory_of_group
 from megatron_rl.rollout.wire import Message, WireClosed, WireTimeout
@@ -42,7 +41,7 @@ class EngineProcess:
         self.node = node_id()
         self._shared_memory: set[Path] = set()
         # vLLM leaves files behind when it is killed
-        self._scratch = tempfile.mkdtemp(prefix="megatron_rl_engine_")
+        self._scratch = EngineScratch()
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours, self._explain)
         self._life, their_life = socket.socketpair()
@@ -61,7 +60,7 @@ class EngineProcess:
                     "--life-fd",
                     str(fds[1]),
                     "--scratch",
-                    self._scratch,
+                    str(self._scratch.path),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -91,6 +90,7 @@ class EngineProcess:
         """
         self._exchange({**message, "devices": self.devices}, timeout_s=timeout_s, doing=STARTING)
         self._shared_memory = shared_memory_of_group(self.pid)
+        self._scratch.note_shared_memory(self._shared_memory)
         # vLLM's workers among them: their leader alone gives signs of life
         pids = [int(process.name) for process in members(self.pid)]
         threading.Thread(
@@ -123,7 +123,7 @@ class EngineProcess:
         self._signal(signal.SIGKILL)
         self._wait(STOP_GRACE_S)
         remove_shared_memory(self._shared_memory)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.remove()
         self._channel.close()
         # wakes the thread that listens there
         with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_rl.rollout.process_group import members
 
-_SHM = Path("/dev/shm")
+SHM = Path("/dev/shm")
 
 
 def shared_memory_of_group(group: int) -> set[Path]:
@@ -21,7 +21,7 @@ def shared_memory_of_group(group: int) -> set[Path]:
         # processes end while we look
         with contextlib.suppress(OSError):
             inodes.update(_mapped_inodes(process))
-    return {file for file in _SHM.glob("*") if _inode(file) in inodes}
+    return {file for file in SHM.glob("*") if _inode(file) in inodes}
 
 
 def remove_shared_memory(files: Iterable[Path]) -> None:
@@ -36,7 +36,7 @@ def _mapped_inodes(process: Path) -> Iterator[int]:
         # address, permissions, offset, device, inode, path. The path may be an earlier name of the file: whoever makes
         # a semaphore maps it before it gets its own
         fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5].startswith(f"{_SHM}/"):
+        if len(fields) == 6 and fields[5].startswith(f"{SHM}/"):
             yield int(fields[4])
 
 

@@ -391,7 +391,7 @@ def test_a_killed_replica_is_named_and_a_fresh_one_redoes_its_block_to_the_last_
 
 def test_replicas_that_end_leave_nothing(engine):
     """The first is lost and closed, the second is closed while it works."""
-    pids, left = engine.pids, {Path(replica._scratch) for replica in engine._replicas}
+    pids, left = engine.pids, {replica._scratch.path for replica in engine._replicas}
     for pid in pids:
         left |= shared_memory_of_group(pid)
     os.kill(pids[0], signal.SIGKILL)
