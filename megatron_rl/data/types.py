@@ -57,6 +57,7 @@ class Verdict(enum.Enum):
     CORRECT = "correct"
     WRONG = "wrong"
     NO_ANSWER = "no_answer"
+    TRUNCATED = "truncated"  # no answer because the engine cut the completion off
     BAD_GOLD = "bad_gold"
     TIMEOUT = "timeout"
     ERROR = "error"

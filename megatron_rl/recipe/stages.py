@@ -144,6 +144,11 @@ class GraderConfig:
 
     workers: PositiveInt = 1
     timeout_s: PositiveFloat = 5.0  # per answer; the worker is killed beyond it
+    # of one call with all its answers; those unsettled then are timeouts, or errors where none of their time was used
+    batch_timeout_s: PositiveFloat = 120.0
+    memory_gib: PositiveFloat = 2.0  # address space of one worker; an answer that needs more is an error
+    # required: a response without </think> has no answer; auto: only one that opens <think> and never closes it
+    reasoning: Literal["auto", "required"] = "auto"
     scale: tuple[Float, Float] = (0.0, 1.0)  # score s counts as low + s * (high - low)
     # a response without </think>, else one without <think>, is not correct and counts this much; null: no such rule.
     # They are searched in the response alone: a chat template that opens <think> itself must not be used with them

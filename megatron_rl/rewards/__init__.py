@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardSettings:
-    """What rewards are built from: checking processes, seconds per answer, and how programs are confined."""
+    """What rewards are built from: the pool that checks answers, and how programs are confined."""
 
     workers: int
     timeout_s: float
+    batch_timeout_s: float | None
+    memory_gib: float
+    requires_reasoning: bool
     sandbox: SandboxConfig
 
 
@@ -34,7 +37,13 @@ class RewardEntry:
 def _build_math_answer(settings: RewardSettings) -> Reward:
     from megatron_rl.rewards.math_answer import MathAnswer
 
-    return MathAnswer(workers=settings.workers, timeout_s=settings.timeout_s)
+    return MathAnswer(
+        workers=settings.workers,
+        timeout_s=settings.timeout_s,
+        batch_timeout_s=settings.batch_timeout_s,
+        memory_gib=settings.memory_gib,
+        requires_reasoning=settings.requires_reasoning,
+    )
 
 
 def _build_code_tests(settings: RewardSettings) -> Reward:

@@ -45,16 +45,27 @@ class RewardModel:
         *,
         workers: int = 1,
         timeout_s: float = 5.0,
+        batch_timeout_s: float | None = None,
+        memory_gib: float = 2.0,
+        requires_reasoning: bool = False,
         sandbox: SandboxConfig | None = None,
     ) -> None:
-        """`workers` checking processes, each killed after `timeout_s` on one answer.
+        """`workers` checking processes of at most `memory_gib`, each killed after `timeout_s` on one answer.
 
+        `batch_timeout_s` bounds one call of `grade` (None: nothing does).
         Raises RecipeError, and RewardError where programs would have to run without a sandbox that holds.
         """
         check_reward_names(weights)
         self._weights = dict(weights)
         self.judge = next(name for name in weights if REWARDS[name].judges_answers)
-        settings = RewardSettings(workers=workers, timeout_s=timeout_s, sandbox=sandbox or SandboxConfig())
+        settings = RewardSettings(
+            workers=workers,
+            timeout_s=timeout_s,
+            batch_timeout_s=batch_timeout_s,
+            memory_gib=memory_gib,
+            requires_reasoning=requires_reasoning,
+            sandbox=sandbox or SandboxConfig(),
+        )
         self._rewards: dict[str, Reward] = {name: REWARDS[name].build(settings) for name in weights}
 
     def grade(self, inputs: Sequence[RewardInput]) -> list[RewardResult]:

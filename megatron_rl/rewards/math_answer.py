@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.data.types import Verdict
-from megatron_rl.rewards.extract import MAX_ANSWER_CHARS, extract_answer
+from megatron_rl.rewards.cost import too_costly
+from megatron_rl.rewards.extract import MAX_ANSWER_CHARS, THINK_CLOSE, extract_answer
 from megatron_rl.rewards.pool import PoolVerdict, WorkerPool
 from megatron_rl.rewards.protocol import Grade, RewardInput
 from megatron_rl.rewards.rational import read_number
@@ -29,17 +30,29 @@ class MathAnswer:
     """1 for an answer equal to the gold, else 0; the verdict says why.
 
     Golds: a string, an int, a float, a list of those (any of them is right), or such a list as JSON text.
-    An empty or broken gold is BAD_GOLD and never pays.
+    An empty or broken gold is BAD_GOLD and never pays. With `requires_reasoning` a response without `</think>` has no
+    answer. README.md of this package has the table of verdicts.
     """
 
-    def __init__(self, *, workers: int, timeout_s: float) -> None:
-        self._pool = WorkerPool(workers=workers, timeout_s=timeout_s)
+    def __init__(
+        self,
+        *,
+        workers: int,
+        timeout_s: float,
+        batch_timeout_s: float | None = None,
+        memory_gib: float = 2.0,
+        requires_reasoning: bool = False,
+    ) -> None:
+        """`batch_timeout_s` bounds one call of `grade`; None: it ends when every answer had its `timeout_s`."""
+        self._pool = WorkerPool(workers=workers, timeout_s=timeout_s, memory_gib=memory_gib)
+        self._batch_timeout_s = batch_timeout_s
+        self._requires_reasoning = requires_reasoning
         self._cache: OrderedDict[tuple[str, str], PoolVerdict] = OrderedDict()
         self._lock = threading.Lock()
 
     def grade(self, inputs: Sequence[RewardInput]) -> list[Grade]:
         """One grade per input, in order. Raises RewardError only if no checking process can be started."""
-        drafts = [_draft(item) for item in inputs]
+        drafts = [_draft(item, requires_reasoning=self._requires_reasoning) for item in inputs]
         open_pairs = list(dict.fromkeys(pair for draft in drafts for pair in draft.open_pairs))
         verdicts = self._check(open_pairs)
         return [_finish(draft, verdicts) for draft in drafts]
@@ -55,7 +68,9 @@ class MathAnswer:
         with self._lock:
             known = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
         unknown = [pair for pair in pairs if pair not in known]
-        fresh = dict(zip(unknown, self._pool.check_many(unknown), strict=True))
+        fresh = dict(
+            zip(unknown, self._pool.check_many(unknown, within_s=self._batch_timeout_s), strict=True)
+        )
         with self._lock:
             for pair, verdict in fresh.items():
                 # a grader's own failure may not repeat; everything else would
@@ -74,20 +89,24 @@ class _Draft:
     open_pairs: tuple[tuple[str, str], ...] = ()
 
 
-def _draft(item: RewardInput) -> _Draft:
+def _draft(item: RewardInput, *, requires_reasoning: bool) -> _Draft:
     golds = gold_strings(item.answer)
     if not golds:
         shown = repr(item.answer)[:80]
         return _Draft(settled=Grade(score=0.0, verdict=Verdict.BAD_GOLD, reason=f"gold {shown} is no answer"))
-    answer = extract_answer(item.text)
+    is_missing_reasoning = requires_reasoning and THINK_CLOSE not in item.text
+    answer = None if is_missing_reasoning else extract_answer(item.text)
     if answer is None or not answer.strip():
-        reason = "no closed box after the reasoning"
-        return _Draft(settled=Grade(score=0.0, verdict=Verdict.NO_ANSWER, reason=reason))
+        verdict = Verdict.TRUNCATED if item.finish.is_truncated() else Verdict.NO_ANSWER
+        reason = f"no {THINK_CLOSE}" if is_missing_reasoning else "no closed box after the reasoning"
+        return _Draft(settled=Grade(score=0.0, verdict=verdict, reason=reason))
     quick = [quick_verdict(gold, answer) for gold in golds]
     if Verdict.CORRECT in quick:
         return _Draft(settled=Grade(score=1.0, verdict=Verdict.CORRECT))
     open_pairs = tuple((gold, answer) for gold, verdict in zip(golds, quick, strict=True) if verdict is None)
     if open_pairs:
+        if costly := too_costly(tokens(answer)):
+            return _Draft(settled=Grade(score=0.0, verdict=Verdict.TIMEOUT, reason=f"not tried: {costly}"))
         return _Draft(open_pairs=open_pairs)
     return _Draft(settled=Grade(score=0.0, verdict=Verdict.WRONG, reason="not equal"))
 

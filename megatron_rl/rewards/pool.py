@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,11 @@ from megatron_rl.rewards.worker import MAX_FRAME_BYTES, frame_length, write_fram
 _START_TIMEOUT_S = 120.0
 _ITEMS_PER_WORKER = 2000  # a symbolic library's caches grow; a fresh process is cheap
 _WEDGED_FRAC = 0.1  # of the time an answer may take; a worker that computed for less was kept from it
+_MIN_LOOK_S, _LOOK_FRAC = (
+    0.5,
+    0.2,
+)  # the short look of a bounded batch: seconds at least, and share of timeout_s
+_UNJUDGED = "the time of the batch was over before it was judged"
 _WORKER_MODULE = "megatron_rl.rewards.worker"
 
 
@@ -45,9 +51,13 @@ class PoolVerdict:
 class WorkerPool:
     """`workers` processes that compare (gold, answer) pairs, each within `timeout_s` seconds of wall time."""
 
-    def __init__(self, *, workers: int, timeout_s: float, module: str = _WORKER_MODULE) -> None:
+    def __init__(
+        self, *, workers: int, timeout_s: float, memory_gib: float = 2.0, module: str = _WORKER_MODULE
+    ) -> None:
+        """`memory_gib` bounds the address space of each process."""
         if workers < 1 or timeout_s <= 0:
             raise RewardError(f"pool: workers = {workers}, timeout_s = {timeout_s}; both must be above 0")
+        self._memory_bytes = int(memory_gib * (1 << 30))
         self._timeout_s = timeout_s
         self._module = module
         self._closed = False
@@ -61,32 +71,71 @@ class WorkerPool:
             # an empty slot starts its process when it is first needed
             self._slots.put(None)
 
-    def check_many(self, pairs: Sequence[tuple[str, str]]) -> list[PoolVerdict]:
-        """One verdict per (gold, answer), in order. Raises RewardError if a worker cannot start at all."""
+    def check_many(
+        self, pairs: Sequence[tuple[str, str]], *, within_s: float | None = None
+    ) -> list[PoolVerdict]:
+        """One verdict per (gold, answer), in order, after at most `within_s` seconds.
+
+        With that bound every pair first gets a short look, so that a few that take for ever do not keep the
+        others from being judged; then those come again with all of `timeout_s`. Past the bound a pair that used
+        up its short look is a TIMEOUT, one that did not get it an ERROR: nothing is known of it.
+        Raises RewardError if a worker cannot start at all.
+        """
         if not pairs:
             return []
         if self._closed:
             raise RewardError("pool: used after close")
-        return list(self._threads.map(lambda pair: self.check(*pair), pairs))
+        if within_s is None:
+            return list(self._threads.map(lambda pair: self.check(*pair), pairs))
+        end = time.monotonic() + within_s
+        look_s = min(self._timeout_s, max(_MIN_LOOK_S, _LOOK_FRAC * self._timeout_s))
+        look = partial(self._check_until, end=end, look_s=look_s, timeout_s=look_s)
+        verdicts = list(self._threads.map(look, pairs))
+        late = [index for index, one in enumerate(verdicts) if one.verdict is Verdict.TIMEOUT]
+        if look_s < self._timeout_s and late and time.monotonic() < end:
+            whole = partial(self._check_until, end=end, look_s=look_s, timeout_s=self._timeout_s)
+            again = self._threads.map(whole, [pairs[index] for index in late])
+            for index, one in zip(late, again, strict=True):
+                # a second try that came too late leaves what the first one showed
+                verdicts[index] = verdicts[index] if one.verdict is Verdict.ERROR else one
+        return verdicts
 
-    def check(self, gold: str, answer: str) -> PoolVerdict:
-        """The verdict on one pair. Waiting for a free worker does not count against the deadline."""
+    def _check_until(
+        self, pair: tuple[str, str], *, end: float, look_s: float, timeout_s: float
+    ) -> PoolVerdict:
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            return PoolVerdict(Verdict.ERROR, _UNJUDGED, 0.0)
+        found = self.check(*pair, timeout_s=min(timeout_s, left_s), end=end)
+        if found.verdict is Verdict.TIMEOUT and found.seconds < 0.9 * look_s:
+            return PoolVerdict(Verdict.ERROR, _UNJUDGED, found.seconds)
+        return found
+
+    def check(
+        self, gold: str, answer: str, *, timeout_s: float | None = None, end: float | None = None
+    ) -> PoolVerdict:
+        """The verdict on one pair. Waiting for a free worker does not count against the deadline, but `end` holds."""
+        timeout_s = timeout_s or self._timeout_s
         slot = self._slots.get()
         started, reason = time.monotonic(), ""
         try:
             for attempt in (1, 2):
-                slot = self._ready_worker(slot)
+                try:
+                    slot = self._ready_worker(slot, end=end)
+                except TimeoutError:
+                    slot = None
+                    return PoolVerdict(Verdict.ERROR, _UNJUDGED, 0.0)
                 started = time.monotonic()
                 try:
-                    reply = slot.ask(gold, answer, timeout_s=self._timeout_s)
+                    reply = slot.ask(gold, answer, timeout_s=timeout_s)
                 except TimeoutError:
                     # the worker, whatever it is doing, ends here
-                    is_wedged = slot.is_wedged(self._timeout_s)
+                    is_wedged = slot.is_wedged(timeout_s)
                     self._discard(slot, lost=is_wedged)
                     slot = None
-                    if not is_wedged or attempt == 2:
+                    if not is_wedged or attempt == 2 or (end is not None and time.monotonic() >= end):
                         seconds = time.monotonic() - started
-                        return PoolVerdict(Verdict.TIMEOUT, f"killed after {self._timeout_s:g} s", seconds)
+                        return PoolVerdict(Verdict.TIMEOUT, f"killed after {timeout_s:.3g} s", seconds)
                 except _WorkerDied as death:
                     self._discard(slot, lost=True)
                     slot = None
@@ -120,7 +169,8 @@ class WorkerPool:
         with self._lock:
             return self._num_restarts
 
-    def _ready_worker(self, slot: _Worker | None) -> _Worker:
+    def _ready_worker(self, slot: _Worker | None, *, end: float | None = None) -> _Worker:
+        """A worker that waits for a request. Raises TimeoutError if there is none by `end`."""
         if slot is not None and slot.num_items >= _ITEMS_PER_WORKER:
             self._discard(slot)
             slot = None
@@ -129,10 +179,13 @@ class WorkerPool:
         with self._lock:
             if self._closed:
                 raise RewardError("pool: closed while it was grading")
-            worker = _Worker(self._module)
+            worker = _Worker(self._module, memory_bytes=self._memory_bytes)
             self._all.add(worker)
         try:
-            worker.wait_ready()
+            worker.wait_ready(end)
+        except TimeoutError:
+            self._discard(worker)
+            raise
         except _WorkerDied as death:
             tail = worker.stderr_tail()
             self._discard(worker)
@@ -157,13 +210,13 @@ class _WorkerDied(Exception):
 class _Worker:
     """One process and its pipes. Used by one thread at a time; `kill` may come from any."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, *, memory_bytes: int) -> None:
         self.num_items = 0
         # a file, not a pipe: nobody reads it while the worker runs, and a full pipe would block it
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         # the folder that holds the package as working directory: `-m` finds it from wherever we were started
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-m", module, str(memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -177,10 +230,14 @@ class _Worker:
         """Whether it computed for next to nothing of the `seconds` that the present item took."""
         return _cpu_s(self.pid) - self._cpu_before_s < _WEDGED_FRAC * seconds
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, end: float | None) -> None:
+        """Raises TimeoutError past `end`, _WorkerDied if it does not start."""
+        latest = time.monotonic() + _START_TIMEOUT_S
         try:
-            self._read(time.monotonic() + _START_TIMEOUT_S)
+            self._read(latest if end is None else min(latest, end))
         except TimeoutError:
+            if end is not None and end < latest:
+                raise
             raise _WorkerDied(f"not ready after {_START_TIMEOUT_S:g} s") from None
 
     def ask(self, gold: str, answer: str, *, timeout_s: float) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import IO
 from megatron_rl.platform.parent import wake_with_parent
 
 MAX_FRAME_BYTES = 1 << 20
-ADDRESS_SPACE_BYTES = 2 << 30
 _LOG_FILE_BYTES = 1 << 20
 _HEADER = struct.Struct(">I")
 
@@ -46,11 +45,11 @@ def frame_length(header: bytes) -> int:
 
 
 def main() -> None:
-    """Serve requests `{gold, answer, cpu_s}` with `{verdict, reason}` until stdin ends."""
+    """Serve requests `{gold, answer, cpu_s}` with `{verdict, reason}` until stdin ends. Argument: bytes of memory."""
     requests, replies = sys.stdin.buffer, _private_stdout()
     # then it reads the end of its requests
     wake_with_parent()
-    _limit(resource.RLIMIT_AS, ADDRESS_SPACE_BYTES)
+    _limit(resource.RLIMIT_AS, int(sys.argv[1]))
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_FSIZE, _LOG_FILE_BYTES)
     # imported under the limits; the parent waits for the ready message, not for a fixed time

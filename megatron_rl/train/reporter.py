@@ -23,6 +23,7 @@ from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.rollout.weight_sync import SyncResult
 from megatron_rl.train.console import Console
 from megatron_rl.train.files import writing
+from megatron_rl.train.grading import BAD_GOLDS_FILE, BadGolds, unanswered_notice
 from megatron_rl.train.parity import Verdict
 from megatron_rl.train.progress import Progress, stage_label, stage_length
 from megatron_rl.train.records import NOT_FINITE, RunRecords
@@ -122,6 +123,10 @@ class Reporter:
         if self._records is not None:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             self._records.write_rollouts(self._iterations(progress), rollouts)
+            if num_new := BadGolds(self._run_dir).note(groups):
+                self.say(f"{num_new} prompt(s) whose gold is no answer, not trained on: {BAD_GOLDS_FILE}")
+            if progress.step == 1 and (notice := unanswered_notice(groups)):
+                self.say(notice)
 
     def _iterations(self, progress: Progress) -> int:
         """RL iterations done in all stages so far."""

@@ -90,6 +90,9 @@ class RlSession:
                 stage.rewards,
                 workers=stage.grader.workers,
                 timeout_s=stage.grader.timeout_s,
+                batch_timeout_s=stage.grader.batch_timeout_s,
+                memory_gib=stage.grader.memory_gib,
+                requires_reasoning=stage.grader.reasoning == "required",
                 sandbox=stage.sandbox,
             )
             opening.callback(grader.close)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.data.types import Verdict
+from megatron_rl.data.types import Finish, Verdict
 from megatron_rl.rewards.math_answer import MathAnswer, gold_strings, quick_verdict
 from megatron_rl.rewards.protocol import RewardInput
 
@@ -129,9 +129,37 @@ def test_anything_not_equal_is_wrong(grader, gold, answer):
 
 
 @pytest.mark.parametrize("answer", [r"\sum_{k=1}^{1000000000} \frac{1}{k^2}", r"5^{5^{5^{5^{5}}}} - 4"])
-def test_a_hanging_answer_is_a_timeout_and_the_grader_goes_on(grader, answer):
-    assert verdict(grader, "6", answer) is Verdict.TIMEOUT
-    assert verdict(grader, "x+1", "1+x") is Verdict.CORRECT
+def test_an_answer_too_large_to_compute_is_a_timeout_that_took_no_time(grader, answer):
+    (grade,) = grader.grade([RewardInput(answer="6", text=rf"\boxed{{{answer}}}")])
+    assert (grade.verdict, grade.seconds) == (Verdict.TIMEOUT, 0.0)
+    assert grade.reason.startswith("not tried: a ")
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "expected"),
+    [
+        ("so 5", Finish.LENGTH, Verdict.TRUNCATED),
+        ("<think>\\boxed{5}", Finish.LENGTH, Verdict.TRUNCATED),
+        ("\\boxed{5", Finish.ABORT, Verdict.TRUNCATED),
+        ("\\boxed{5} and", Finish.LENGTH, Verdict.CORRECT),
+        ("\\boxed{6} and", Finish.LENGTH, Verdict.WRONG),
+        ("so 5", Finish.STOP, Verdict.NO_ANSWER),
+        ("<think>\\boxed{5}", Finish.STOP, Verdict.NO_ANSWER),
+    ],
+)
+def test_no_answer_is_truncated_where_the_engine_cut_it_off(grader, text, finish, expected):
+    (grade,) = grader.grade([RewardInput(answer="5", text=text, finish=finish)])
+    assert grade.verdict is expected
+
+
+def test_a_policy_that_has_to_reason_gives_no_answer_without_a_closing_tag():
+    reward = MathAnswer(workers=1, timeout_s=4.0, requires_reasoning=True)
+    texts = [r"\boxed{5}", r"<think>\boxed{5}", r"a</think>\boxed{5}", r"<think>a</think>\boxed{5}"]
+    verdicts = [
+        grade.verdict for grade in reward.grade([RewardInput(answer="5", text=text) for text in texts])
+    ]
+    assert verdicts == [Verdict.NO_ANSWER, Verdict.NO_ANSWER, Verdict.CORRECT, Verdict.CORRECT]
+    reward.close()
 
 
 def test_an_answer_is_never_evaluated_as_code(grader, tmp_path):

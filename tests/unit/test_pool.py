@@ -99,6 +99,23 @@ def test_close_leaves_no_process_and_no_descriptor():
         pool.check_many([("x", "y")])
 
 
+def test_a_bounded_batch_judges_what_can_be_judged_and_ends_in_time():
+    pairs = [HANG, ("x+1", "1+x")]
+    with closing(WorkerPool(workers=1, timeout_s=2.5)) as pool:
+        found = pool.check_many(pairs, within_s=60.0)
+        assert [one.verdict for one in found] == [Verdict.TIMEOUT, Verdict.CORRECT]
+        # killed after the short look first, then after all of its time
+        assert found[0].seconds >= 2.5
+        pool.check("x+1", "1+x")
+        began = time.monotonic()
+        late = pool.check_many([HANG] * 20, within_s=1.5)
+        # however many there are, only the kill of the last one comes on top
+        assert time.monotonic() - began < 2 * 1.5
+        assert {one.verdict for one in late} <= {Verdict.TIMEOUT, Verdict.ERROR}
+        assert late[-1].verdict is Verdict.ERROR
+        assert "before it was judged" in late[-1].reason
+
+
 def test_killed_workers_leave_no_descriptor():
     before = open_descriptors()
     pool = WorkerPool(workers=1, timeout_s=0.3)
