@@ -105,7 +105,7 @@ Measure = Callable[[Iterable[Prompt]], Mapping[str, float]]
 
 
 def prepare(options: Options, out: Path, *, grader: Reward, measure: Measure | None = None) -> Report:
-    """Write train.jsonl, a file per cut, dropped.jsonl, report.json and report.txt into `out`, whole or not at all.
+    """Write train.jsonl, a file per cut, dropped.jsonl, report.json and report.txt into `out` once all are complete.
 
     Raises DataError for a file that cannot be read and when no problem is left.
     """
@@ -117,11 +117,11 @@ def prepare(options: Options, out: Path, *, grader: Reward, measure: Measure | N
     out.mkdir(parents=True, exist_ok=True)
     files = WholeFiles(out)
     try:
-        with files.open(".spool") as spool, files.open("dropped.jsonl") as dropped:
+        with files.open("spool.jsonl") as spool, files.open("dropped.jsonl") as dropped:
             index = _evaluation_index(options, report)
             entries = list(_first_pass(options, report, spool, dropped, grader, index))
             spool.flush()
-            rates = measure(_spooled(files.path(".spool"), entries)) if measure is not None else {}
+            rates = measure(_spooled(files.path("spool.jsonl"), entries)) if measure is not None else {}
             chosen = _selected(options, report, entries, rates, dropped)
         if not chosen:
             raise DataError(
@@ -131,7 +131,7 @@ def prepare(options: Options, out: Path, *, grader: Reward, measure: Measure | N
         report.contaminated_by, report.common_runs = dict(index.hits), dict(index.common_runs.most_common(10))
         files.text("report.json", json.dumps(report_data(report), indent=2) + "\n")
         files.text("report.txt", report_text(report))
-        files.keep(".spool")
+        files.keep("spool.jsonl")
     finally:
         files.discard()
     return report
@@ -294,7 +294,7 @@ def _write(
     from megatron_rl.data.survey import histogram
 
     with (
-        files.path(".spool").open("rb") as spool,
+        files.path("spool.jsonl").open("rb") as spool,
         files.open("train.jsonl") as train,
     ):
         cuts = {cut.name: files.open(f"{cut.name}.jsonl") for cut in options.cuts}

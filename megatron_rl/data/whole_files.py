@@ -1,4 +1,4 @@
-"""Several files that appear together, or not at all."""
+"""Several files that appear when all of them are complete."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import IO
 
 
 class WholeFiles:
-    """Files of `out` under temporary names; `keep` gives them their own, all at once at the end."""
+    """Files of `out` under temporary names; `keep` gives them their own, one after the other at the end.
+
+    Each is whole or as it was. Only a kill within `keep` can leave old and new ones side by side.
+    """
 
     def __init__(self, out: Path) -> None:
         self._out = out
+        # what a process that was killed had not finished
+        for path in out.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
         self._names: list[str] = []
 
     def path(self, name: str) -> Path:

@@ -211,6 +211,13 @@ def test_nothing_to_work_on_is_an_error_that_leaves_no_file(tmp_path, grader, ro
     assert not (tmp_path / "out").exists()
 
 
+def test_what_a_killed_process_left_is_removed(tmp_path, options, grader):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".spool.jsonl.123.tmp").write_text("half a ro")
+    prepare(options, tmp_path / "out", grader=grader)
+    assert not list((tmp_path / "out").glob(".*"))
+
+
 def test_an_earlier_result_stays_whole_where_a_later_one_fails(tmp_path, options, grader):
     prepare(options, tmp_path / "out", grader=grader)
     before = (tmp_path / "out" / "train.jsonl").read_bytes()
