@@ -125,6 +125,10 @@ def _array_rows(file: Path) -> Iterator[Row]:
     try:
         rows = json.loads(content)
     except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            # one array a line
+            yield from _lines_rows(file)
+            return
         raise DataError(f"{file}:{error.lineno}: broken JSON array: {error.msg}") from error
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
@@ -133,13 +137,18 @@ def _array_rows(file: Path) -> Iterator[Row]:
         raise DataError(f"{file}: JSON that cannot be read: {error}") from error
     broken: list[str] = []
     for number, row in enumerate(rows):
-        if isinstance(row, dict):
-            yield row
-        elif isinstance(row, list) and row and all(isinstance(turn, dict) for turn in row):
-            yield {TURNS: row}
+        if (found := _as_row(row)) is not None:
+            yield found
         else:
             broken.append(f"row {number}: got {_kind(row)}, need an object")
     _raise_broken(file, broken, len(rows))
+
+
+def _as_row(value: Any) -> Row | None:
+    """An object, or an array of objects, which are the turns of a row without other columns."""
+    if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
+        return {TURNS: value}
+    return value if isinstance(value, dict) else None
 
 
 def _lines_rows(file: Path) -> Iterator[Row]:
@@ -159,8 +168,8 @@ def _lines_rows(file: Path) -> Iterator[Row]:
             # valid JSON beyond what Python reads: integers of thousands of digits, nesting without end
             broken.append(f"{file}:{number}: JSON that cannot be read: {error}")
         else:
-            if isinstance(row, dict):
-                yield row
+            if (found := _as_row(row)) is not None:
+                yield found
             else:
                 broken.append(f"{file}:{number}: got {_kind(row)}, need a JSON object")
     _raise_broken(file, broken, total)

@@ -145,10 +145,12 @@ def test_a_public_schema_is_read_field_by_field(tmp_path, name, form):
     assert {key: prompt.meta[key] for key in meta} == meta
 
 
-def test_orz_arrays_of_two_turns_are_rows(tmp_path):
+@pytest.mark.parametrize("form", ["array", "lines"])
+def test_orz_arrays_of_two_turns_are_rows(tmp_path, form):
     file = tmp_path / "orz.json"
     turns = [{"from": "human", "value": ASKED}, {"from": "assistant", "ground_truth": {"value": "42"}}]
-    file.write_text(json.dumps([turns, turns, [{"from": "human", "value": "?"}, {"from": "assistant"}]]))
+    rows = [turns, turns, [{"from": "human", "value": "?"}, {"from": "assistant"}]]
+    file.write_text(json.dumps(rows) if form == "array" else "\n".join(map(json.dumps, rows)))
     (prompt,), dropped, _ = prompts_from_rows(read_rows(file))
     assert (prompt.messages, prompt.answer) == (USER, "42")
     assert dropped == {"duplicate": 1, "no_answer": 1}
