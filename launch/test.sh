@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# a hundred processes start here: each would compile our modules again
+unset PYTHONDONTWRITEBYTECODE
 
 # the tests run even if these complain, and end with pytest's summary
 checks=0
