@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,16 @@ def add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
 
 
 def _data(args: argparse.Namespace) -> int:
+    try:
+        _print_surveys(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # a reader such as `head` has seen enough; what is buffered still goes somewhere when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _print_surveys(args: argparse.Namespace) -> None:
     from megatron_rl.data.survey import survey_file
     from megatron_rl.data.survey_text import survey_text
     from megatron_rl.data.tokenizer import load_tokenizer
@@ -81,7 +92,6 @@ def _data(args: argparse.Namespace) -> int:
             print(survey_text(surveys[-1], colour=sys.stdout.isatty()) + "\n")
     if args.json:
         print(json.dumps([dataclasses.asdict(survey) for survey in surveys], indent=2, default=str))
-    return 0
 
 
 def _reading(file: str, args: argparse.Namespace, recipe: Recipe | None) -> Reading:

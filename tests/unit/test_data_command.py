@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
 
@@ -118,6 +120,14 @@ def test_a_file_that_cannot_be_read_is_one_clear_error(tmp_path, capsys, content
         file.write_bytes(content)
     assert main(["data", str(file)]) == 2
     assert match in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, monkeypatch):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["data", _file(tmp_path, PROMPTS)]) == 0
 
 
 def test_many_values_are_shown_in_ten_bands_that_hold_all_of_them():
