@@ -19,7 +19,7 @@ class SandboxConfig:
     slots: PositiveInt = 2  # programs at a time; one per core that is free while rewards are computed
     max_tests: PositiveInt = 16  # of a prompt in training, drawn by prompt id alone; evaluation uses all
     wall_s: PositiveFloat = 4.0
-    cpu_s: PositiveFloat = 4.0  # rounded up to whole seconds
+    cpu_s: PositiveFloat | None = None  # rounded up to whole seconds; none: wall_s
     memory_mib: PositiveInt = 1024  # address space of a process; all together may hold twice as much
     output_mib: PositiveInt = 16  # standard output and error together
     tmp_mib: PositiveInt = 64  # size of the private /tmp, and of the largest file

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megatron_rl.recipe.amounts import most_prompts_drawn
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.resolve import Resolved
 from megatron_rl.recipe.stages import RlStage, SftStage, Stage
 from megatron_rl.recipe.transfer import transfer_summary
 from megatron_rl.reshard.plan_text import size_text, summary_rows
+from megatron_rl.rewards.sandbox.bubblewrap import find_bubblewrap
 
 
 def summary_data(loaded: LoadedRecipe, resolved: Resolved) -> dict[str, Any]:
@@ -75,6 +77,7 @@ def summary_table(loaded: LoadedRecipe, resolved: Resolved) -> str:
                 )
             )
         rows += _reference(loaded, resolved, wanted)
+        rows += _sandbox(wanted)
         rows.append(("  tokens in all", f"at most {stage.max_tokens_total:,}"))
         if (transfer := _transfer(loaded, resolved, i)) is not None:
             rows += [(f"  {what}", how_much) for what, how_much in summary_rows(transfer)]
@@ -124,6 +127,23 @@ def _reference(loaded: LoadedRecipe, resolved: Resolved, stage: Stage) -> list[t
     part = resolved.num_parameters * element / (layout.tp * layout.pp)
     text = f"about {size_text(part)} of host memory per rank, {size_text(2 * part)} while it scores"
     return [("  reference policy", text)]
+
+
+def _sandbox(stage: Stage) -> list[tuple[str, str]]:
+    """Whether programs could be confined on this machine, and the longest that their tests can take."""
+    if not isinstance(stage, RlStage) or "code_tests" not in stage.rewards:
+        return []
+    sandbox, found = stage.sandbox, find_bubblewrap()
+    here = found if isinstance(found, str) else f"bubblewrap {found.version} is here"
+    tests = most_prompts_drawn(stage) * stage.group_size * sandbox.max_tests
+    worst_s = tests * sandbox.wall_s / sandbox.slots
+    return [
+        ("  sandbox", f"{sandbox.slots} slots; {here}"),
+        (
+            "  tests per iteration",
+            f"at most {tests:,}; {worst_s:,.0f} s if every one ran into its {sandbox.wall_s:g} s",
+        ),
+    ]
 
 
 def _transfer(loaded: LoadedRecipe, resolved: Resolved, stage: int) -> dict[str, Any] | None:

@@ -72,14 +72,19 @@ class CodeTests:
         self._max_tests = config.max_tests
         self._limits = Limits(
             wall_s=config.wall_s,
-            cpu_s=config.cpu_s,
+            cpu_s=config.cpu_s or config.wall_s,
             memory_mib=config.memory_mib,
             output_mib=config.output_mib,
             tmp_mib=config.tmp_mib,
             processes=config.processes,
         )
         self._sandbox = Sandbox(
-            Settings(slots=config.slots, first_uid=config.first_uid, python=config.python)
+            Settings(
+                slots=config.slots,
+                first_uid=config.first_uid,
+                python=config.python,
+                allow_weak=config.allow_weak,
+            )
         )
         try:
             self.notice = check_isolation(self._sandbox, allow_weak=config.allow_weak)

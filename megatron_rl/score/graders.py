@@ -63,7 +63,7 @@ class CodeCases:
 
         config = SandboxConfig(slots=options.workers)
         if options.timeout_s is not None:
-            config = replace(config, wall_s=options.timeout_s, cpu_s=options.timeout_s)
+            config = replace(config, wall_s=options.timeout_s)
         self._reward = CodeTests(config)
         print(self._reward.notice, file=sys.stderr)
 

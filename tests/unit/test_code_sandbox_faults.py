@@ -14,6 +14,7 @@ import pytest
 from megatron_rl.errors import RewardError
 from megatron_rl.recipe.sandbox import SandboxConfig
 from megatron_rl.rewards.code_tests import CodeTests
+from megatron_rl.rewards.protocol import RewardInput
 from megatron_rl.rewards.sandbox.client import Sandbox, Settings
 from megatron_rl.rewards.sandbox.jobs import Job, JobKind, Limits, Status
 from megatron_rl.rewards.sandbox.processes import processes_of
@@ -161,8 +162,35 @@ def test_two_supervisors_share_the_range_of_uids():
 
 def test_without_bubblewrap_no_program_runs(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(RewardError, match=r"bubblewrap \(bwrap\) is not installed"):
+    with pytest.raises(
+        RewardError, match=r"bubblewrap \(bwrap\) is not installed, .* sandbox.allow_weak: true"
+    ):
         CodeTests(SandboxConfig(first_uid=FIRST_UID))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="running without bubblewrap is refused where we are not root")
+def test_programs_run_without_bubblewrap_where_somebody_asks_for_it_by_name(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for folder in [tmp_path, *tmp_path.parents[:3]]:
+        folder.chmod(0o755)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin/../bin/nowhere")
+    reward = CodeTests(SandboxConfig(first_uid=FIRST_UID, allow_weak=True))
+    assert "NO namespaces" in reward.notice
+    assert "WEAK: a program" in reward.notice and "reaches the network" in reward.notice
+    programs = [
+        "print(int(input()) + 1)",
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\nprint(5)",
+        "import time\ntime.sleep(60)",
+        "import os\nos.kill(-1, 9)",
+        "raise ValueError",
+    ]
+    tests = {"inputs": ["4"], "outputs": ["5"], "limits": {"wall_s": 1.5}}
+    grades = reward.grade([RewardInput(answer=tests, text=f"```\n{p}\n```") for p in programs])
+    assert [grade.score for grade in grades] == [1, 1, 0, 0, 0]
+    reward.close()
+    assert alive() == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interpreter_that_is_none_is_named():

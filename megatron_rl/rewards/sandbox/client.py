@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Settings:
     """What a supervisor is started with. `python` None: the system's own.
 
     One that says nothing for `silence_s` beyond the wall time of a job is lost. A slot whose uid still has processes
-    `vacate_s` after its run gets another.
+    `vacate_s` after its run gets another. `allow_weak`: go on without bubblewrap where there is none.
     """
 
     slots: int = 2
@@ -39,6 +39,7 @@ class Settings:
     python: str | None = None
     silence_s: float = 30.0
     vacate_s: float = 5.0
+    allow_weak: bool = False
 
 
 class _Lost(Exception):
@@ -149,13 +150,8 @@ class _Supervisor:
         self._silence_s = settings.silence_s
         self._socket, theirs = socket.socketpair()
         self._unpacker = Unpacker()
-        values = {
-            "slots": settings.slots,
-            "first_uid": settings.first_uid,
-            "num_uids": settings.num_uids,
-            "python": settings.python,
-            "vacate_s": settings.vacate_s,
-        }
+        values = asdict(settings)
+        del values["silence_s"]
         with theirs:
             # the folder that holds the package as working directory: `-m` finds it from wherever we were started
             self.process = subprocess.Popen(

@@ -57,9 +57,14 @@ def _shared_libraries(binary: str, library: Path) -> Iterator[str]:
     """Absolute paths of what the loader maps for the interpreter and its extension modules."""
     modules = sorted(str(path) for path in (library / "lib-dynload").glob("*.so"))
     # it also says "not a dynamic executable" for a static interpreter, which needs none
-    done = subprocess.run(
-        ["ldd", binary, *modules], capture_output=True, text=True, timeout=_TIMEOUT_S, env={}, check=False
-    )
+    try:
+        done = subprocess.run(
+            ["ldd", binary, *modules], capture_output=True, text=True, timeout=_TIMEOUT_S, env={}, check=False
+        )
+    except OSError as error:
+        raise RewardError(
+            f"sandbox: ldd, which says what libraries Python needs, does not run: {error}"
+        ) from None
     for line in done.stdout.splitlines():
         for word in line.split():
             # lines that end in a colon name what was asked about

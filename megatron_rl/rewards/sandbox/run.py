@@ -5,9 +5,7 @@ Nothing here blocks. The supervisor calls in when a descriptor is readable, a ch
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import json
 import math
 import os
 import resource
@@ -18,10 +16,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.rewards.sandbox.box import Box
 from megatron_rl.rewards.sandbox.bubblewrap import BOX, ENVIRONMENT, Bubblewrap, build_command
 from megatron_rl.rewards.sandbox.interpreter import Interpreter
 from megatron_rl.rewards.sandbox.jobs import Job, JobKind, Limits, Outcome, Status
-from megatron_rl.rewards.sandbox.processes import die_with_parent, exists, kill, tree_usage
+from megatron_rl.rewards.sandbox.plain import PlainFolder
+from megatron_rl.rewards.sandbox.processes import die_with_parent, tree_usage
 
 _CHUNK = 1 << 16
 _TAIL_BYTES = 2000
@@ -38,9 +38,12 @@ _TESTS = f"{BOX}/tests.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What every run of this host is started with. `processes_before`: of our own uid, where runs share it."""
+    """What every run of this host is started with. `processes_before`: of our own uid, where runs share it.
 
-    bubblewrap: Bubblewrap
+    `bubblewrap` None: without isolation, which somebody asked for by name.
+    """
+
+    bubblewrap: Bubblewrap | None
     interpreter: Interpreter
     seccomp: bytes | None
     processes_before: int = 0
@@ -51,42 +54,12 @@ class Launch:
         return {path: (folder / Path(path).name).read_bytes() for path in (_DRIVER, _CHECKER, _VALUES)}
 
 
-class _Box:
-    """One bubblewrap process. `init` is the first process of its namespace, once known."""
-
-    def __init__(self, process: subprocess.Popen[bytes], status: int) -> None:
-        self.process, self.status = process, status
-        self.is_reaped = False
-        self.init: int | None = None
-        self.exit_code: int | None = None
-        self._text = b""
-
-    def hear(self, data: bytes) -> None:
-        """Take in what the status descriptor says: two JSON documents, one a line."""
-        self._text += data
-        for line in self._text.splitlines():
-            with contextlib.suppress(ValueError):
-                said = json.loads(line)
-                self.init = said.get("child-pid", self.init)
-                self.exit_code = said.get("exit-code", self.exit_code)
-
-    def kill(self) -> None:
-        # with its first process a namespace ends as a whole
-        if self.init is not None:
-            kill(self.init)
-        if not self.is_reaped:
-            kill(self.process.pid)
-
-    def is_gone(self) -> bool:
-        return self.is_reaped and (self.init is None or not exists(self.init))
-
-
 class Run:
     """`start`, then `read`, `tick` and `reaped` until `is_over`, then `outcome`."""
 
     def __init__(self, job: Job, launch: Launch, texts: dict[str, bytes], uid: int | None) -> None:
         self.job, self._launch, self._texts, self._uid = job, launch, texts, uid
-        self._boxes: list[_Box] = []
+        self._boxes: list[Box] = []
         self._readers: dict[int, str] = {}  # descriptor: "output", "noise", or the index of its box
         self._to_close: list[int] = []
         self._output, self._noise, self._num_bytes = bytearray(), b"", 0
@@ -176,8 +149,8 @@ class Run:
         """Whether the child that ended was one of its sandboxes; the first one's end is that of the run."""
         for index, box in enumerate(self._boxes):
             if box.process.pid == pid:
-                box.is_reaped, box.process.returncode = True, code
                 self._drain_status(box)
+                box.reap(code)
                 if index == 0:
                     self.is_ending = True
                     self._kill()
@@ -268,18 +241,14 @@ class Run:
         stdout: int | None = None,
         keep: tuple[int, ...] = (),
     ) -> None:
-        status = self._pipe(str(len(self._boxes)))
-        sources = [(self._blob(content), path) for path, content in files.items()]
-        seccomp = None if self._launch.seccomp is None else self._blob(self._launch.seccomp)
-        command = build_command(
-            self._launch.bubblewrap,
-            self._launch.interpreter,
-            self.job.limits,
-            files=sources,
-            status=status,
-            seccomp=seccomp,
-            arguments=arguments,
-        )
+        folder = None
+        if self._launch.bubblewrap is None:
+            assert self._uid is not None
+            folder = PlainFolder(files, self._uid)
+            command, inherited = folder.command(self._launch.interpreter, arguments), list(keep)
+        else:
+            command, inherited = self._confined(self._launch.bubblewrap, arguments, files)
+            inherited += keep
         limits, processes = self.job.limits, self._launch.processes_before
         process = subprocess.Popen(
             command,
@@ -287,13 +256,8 @@ class Run:
             stdout=noise if stdout is None else stdout,
             stderr=noise,
             env=ENVIRONMENT,
-            cwd="/",
-            pass_fds=[
-                status,
-                *keep,
-                *(source for source, _ in sources),
-                *([] if seccomp is None else [seccomp]),
-            ],
+            cwd="/" if folder is None else folder.work,
+            pass_fds=inherited,
             start_new_session=True,
             umask=0o077,
             # from root: an unprivileged uid before bubblewrap starts, or its uid inside would be root outside
@@ -302,7 +266,26 @@ class Run:
             extra_groups=None if self._uid is None else [],
             preexec_fn=lambda: _prepare(limits, processes),
         )
-        self._boxes.append(_Box(process, status))
+        self._boxes.append(Box(process, folder=folder, uid=self._uid))
+
+    def _confined(
+        self, bubblewrap: Bubblewrap, arguments: list[str], files: dict[str, bytes]
+    ) -> tuple[list[str], list[int]]:
+        """The command line, and the descriptors that it names."""
+        status = self._pipe(str(len(self._boxes)))
+        sources = [(self._blob(content), path) for path, content in files.items()]
+        seccomp = None if self._launch.seccomp is None else self._blob(self._launch.seccomp)
+        command = build_command(
+            bubblewrap,
+            self._launch.interpreter,
+            self.job.limits,
+            files=sources,
+            status=status,
+            seccomp=seccomp,
+            arguments=arguments,
+        )
+        inherited = [status, *(source for source, _ in sources)]
+        return command, inherited if seccomp is None else [*inherited, seccomp]
 
     def _own(self, main: str) -> dict[str, bytes]:
         return {path: self._texts[path] for path in (main, _VALUES)}
@@ -331,7 +314,7 @@ class Run:
         self._to_close.append(descriptor)
         return descriptor
 
-    def _drain_status(self, box: _Box) -> None:
+    def _drain_status(self, box: Box) -> None:
         for descriptor, kind in list(self._readers.items()):
             if kind == str(self._boxes.index(box)):
                 self.read(descriptor)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.errors import RewardError
-from megatron_rl.rewards.sandbox.bubblewrap import find_bubblewrap
+from megatron_rl.rewards.sandbox.bubblewrap import Bubblewrap, find_bubblewrap
 from megatron_rl.rewards.sandbox.interpreter import find_interpreter
 from megatron_rl.rewards.sandbox.jobs import (
     Job,
@@ -116,11 +116,10 @@ class Supervisor:
         num_uids: int,
         python: str | None,
         vacate_s: float,
+        allow_weak: bool,
     ) -> None:
-        bubblewrap = find_bubblewrap()
-        if isinstance(bubblewrap, str):
-            raise RewardError(bubblewrap)
         is_root = os.geteuid() == 0
+        bubblewrap = _bubblewrap(allow_weak=allow_weak, is_root=is_root)
         interpreter = find_interpreter(python)
         self._launch = Launch(
             bubblewrap=bubblewrap,
@@ -129,7 +128,7 @@ class Supervisor:
             processes_before=0 if is_root else len(processes_of({os.geteuid()})) + slots * 64,
         )
         self._texts = self._launch.texts()
-        self._uids = Uids(first_uid, num_uids, bubblewrap.path) if is_root else None
+        self._uids = Uids(first_uid, num_uids, bubblewrap.path if bubblewrap else "") if is_root else None
         self._slots = [Slot(uid=self._uids.take() if self._uids else None) for _ in range(slots)]
         self._vacate_s = vacate_s
         self._control, self._unpacker = control, Unpacker()
@@ -151,10 +150,10 @@ class Supervisor:
         """What isolates, for whoever started us."""
         return {
             "pid": os.getpid(),
-            "bubblewrap": self._launch.bubblewrap.version,
+            "bubblewrap": self._launch.bubblewrap.version if self._launch.bubblewrap else None,
             "python": self._launch.interpreter.version,
             "uids": [slot.uid for slot in self._slots if slot.uid is not None],
-            "seccomp": self._launch.seccomp is not None,
+            "seccomp": self._launch.seccomp is not None and self._launch.bubblewrap is not None,
         }
 
     def serve(self) -> None:
@@ -287,6 +286,21 @@ class Supervisor:
             self._end_orphans()
             self._reap()
             time.sleep(0.005)
+
+
+def _bubblewrap(*, allow_weak: bool, is_root: bool) -> Bubblewrap | None:
+    """None where there is none and somebody asked to go on by name. Raises RewardError."""
+    found = find_bubblewrap()
+    if isinstance(found, Bubblewrap):
+        return found
+    if allow_weak and is_root:
+        return None
+    advice = "install it, such as: apt-get install bubblewrap"
+    if not allow_weak:
+        advice += "; or, only for programs that you trust, set sandbox.allow_weak: true"
+    elif not is_root:
+        advice += "; sandbox.allow_weak needs root, since a program could end all processes of our own uid"
+    raise RewardError(f"{found}, without which programs of a policy are not run; {advice}")
 
 
 def main(arguments: Sequence[str]) -> int:
