@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from megatron_rl.data.types import RolloutGroup
 from megatron_rl.errors import CheckpointError
 from megatron_rl.model.checkpoint_files import STATE_FILE, find_latest
-from megatron_rl.model.checkpoint_match import flat_recipe, recipe_digest
+from megatron_rl.model.checkpoint_match import flat_recipe
 from megatron_rl.recipe.batch import RescoreConfig
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.train.files import append_whole, read_jsonl, to_json, write_atomically, writing
@@ -73,35 +73,40 @@ def score_group(group: RolloutGroup, config: RescoreConfig) -> PromptScore:
     """Rollouts whose grader failed say nothing; a prompt of which all did is dropped as ungraded."""
     judged = [rollout for rollout in group.rollouts if rollout.reward.verdict.is_usable()]
     rate = fmean(rollout.reward.verdict.is_correct() for rollout in judged) if judged else 0.0
-    dropped = ""
-    if not judged:
-        dropped = "ungraded"
-    elif rate > config.drop_above:
-        dropped = "above"
-    elif rate < config.drop_below:
-        dropped = "below"
     return PromptScore(
         id=group.prompt.id,
         pass_rate=rate,
         samples=len(judged),
         truncated_frac=fmean(rollout.completion.finish.is_truncated() for rollout in group.rollouts),
-        dropped=dropped,
+        dropped=why_dropped(rate, len(judged), config),
     )
 
 
-class PartialScores:
-    """Scores of the first prompts of a stage, kept in a file until all of them are there.
+def why_dropped(pass_rate: float, samples: int, config: RescoreConfig) -> str:
+    """See `PromptScore.dropped`; `samples` are those that the grader judged."""
+    if samples == 0:
+        return "ungraded"
+    if pass_rate > config.drop_above:
+        return "above"
+    return "below" if pass_rate < config.drop_below else ""
 
-    `key` stands for everything that decides them: weights, data, recipe. A file of another key is not used; without a
-    key, where it cannot be told, nothing is kept.
+
+class PartialScores:
+    """Scores of the first prompts of a stage, kept in a file until all of them are there and enough prompts stay.
+
+    `key` stands for everything that decides a pass rate: weights, data, sampling, rewards. A file of another key is not
+    used; without a key, where it cannot be told, nothing is kept. The limits of `config` may change in between.
     """
 
-    def __init__(self, run_dir: Path, label: str, key: str | None) -> None:
+    def __init__(self, run_dir: Path, label: str, key: str | None, config: RescoreConfig) -> None:
         self._path = run_dir / RESCORE / f"{label}.partial.jsonl"
         self._key = key
         found = read_jsonl(self._path) if key is not None else []
         is_ours = bool(found) and found[0].get("key") == key
-        self.scores = tuple(PromptScore(**line) for line in found[1:]) if is_ours else ()
+        scores = [PromptScore(**line) for line in found[1:]] if is_ours else []
+        self.scores = tuple(
+            replace(one, dropped=why_dropped(one.pass_rate, one.samples, config)) for one in scores
+        )
         if key is not None:
             # without a last line that was cut off
             lines = [{"key": key}, *map(asdict, self.scores)]
@@ -124,7 +129,12 @@ def weights_key(checkpoints: Path, *, stage: int, recipe: Recipe, data: str) -> 
     Its weights are those of the checkpoint at the end of the stage before, or those that the recipe starts from. None
     where that checkpoint was not saved.
     """
-    parts = [recipe_digest(flat_recipe(recipe), stage=stage), data]
+    flat = flat_recipe(recipe)
+    own = tuple(
+        f"stages.{stage}.{key}" for key in ("sampling.", "rewards.", "grader.", "sandbox", "rescore.samples")
+    )
+    decisive = {key: flat[key] for key in sorted(flat) if key.startswith(("run.seed", "model.", *own))}
+    parts = [json.dumps(decisive), data]
     if stage > 0:
         saved = find_latest(checkpoints)
         if saved is None or saved.progress["stage"] != stage - 1:

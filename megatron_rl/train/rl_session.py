@@ -176,7 +176,7 @@ class RlSession:
         run, stage = self._run, self._stage
         run.phases.enter("rescore")
         prompts = self._data.prompts.prompts if self._data is not None else ()
-        partial_scores = self._partial_scores() if self._data is not None else None
+        partial_scores = self._partial_scores(config) if self._data is not None else None
         count = run.from_driver(len(prompts))
         done = run.from_driver(len(partial_scores.scores) if partial_scores else 0)
         before = f", {done} of them before" if done else ""
@@ -199,14 +199,14 @@ class RlSession:
         self._rescore_metrics = rescored.metrics()
         run.reporter.say(str(rescored))
 
-    def _partial_scores(self) -> PartialScores:
+    def _partial_scores(self, config: RescoreConfig) -> PartialScores:
         """Those of an earlier start, if it measured with these weights; kept for a run that can be resumed."""
         run, progress = self._run, self._progress
         key = None
         if run.recipe.checkpoint is not None:
             place = run.run_dir / CHECKPOINTS_DIR
             key = weights_key(place, stage=progress.stage, recipe=run.recipe, data=progress.data)
-        return PartialScores(run.run_dir, stage_label(run.recipe.stages, progress.stage), key)
+        return PartialScores(run.run_dir, stage_label(run.recipe.stages, progress.stage), key, config)
 
     def _score(self, prompts: Sequence[Prompt], config: RescoreConfig) -> list[PromptScore]:
         if self._data is None:

@@ -32,7 +32,7 @@ STAGE = """\
     rewards: {{math_answer: 1.0}}
     iterations: {iterations}
     prompts_per_iteration: 3
-    group_size: 4
+    group_size: 2
     tokens_per_microbatch: 4096
     sampling: {{max_prompt_tokens: 64, max_response_tokens: 128}}
     grader: {{scale: [-1.0, 1.0]}}
@@ -44,24 +44,28 @@ name: curriculum
 model: {{hf_path: beginner, dtype: float32}}
 run: {{seed: 1}}
 stages:
-{STAGE.format(prompts="small/train.jsonl", iterations=5)}\
+{STAGE.format(prompts="small/half.jsonl", iterations=5)}\
     dynamic_sampling: {{kind: refill, generate_prompts: 3, max_rounds: 4}}
     promote: {PROMOTE}
-{STAGE.format(prompts="small/short.jsonl", iterations=7)}\
+{STAGE.format(prompts="small/half_few.jsonl", iterations=7)}\
     dynamic_sampling: {{kind: oversample, generate_prompts: 6}}
     rescore: {{samples: 4, drop_above: 0.9, drop_below: 0.2}}
     curriculum:
       - {{iterations: 5, pass_rate: [0.2, 0.9], promote: {PROMOTE}}}
-      - {{iterations: 2, pass_rate: [0.2, 0.3]}}
+      - {{iterations: 2, pass_rate: [0.2, 0.6]}}
 checkpoint: {{every_steps: 1, keep: 2}}
 """
 
 
 @pytest.fixture(scope="module")
 def recipe(place: Path) -> Path:
-    rows = (place / "small" / "train.jsonl").read_text().splitlines(keepends=True)
-    short = [row for row in rows if json.loads(row)["extra_info"]["difficulty"] <= 3]
-    (place / "small" / "short.jsonl").write_text("".join(short[:PROMPTS]))
+    rows = [json.loads(line) for line in (place / "small" / "train.jsonl").read_text().splitlines()]
+    # every even number is right, so that a beginner is right half the time, whatever its processor rounds to
+    for row in rows:
+        row["reward_model"]["ground_truth"] = [str(number) for number in range(-20, 31, 2)]
+    for name, count in (("half", len(rows)), ("half_few", PROMPTS)):
+        text = "".join(json.dumps(row) + "\n" for row in rows[:count])
+        (place / "small" / f"{name}.jsonl").write_text(text)
     path = place / "curriculum.yaml"
     path.write_text(RECIPE)
     return path
@@ -108,7 +112,7 @@ def test_only_prompts_that_re_scoring_kept_are_drawn_from_their_windows(straight
         drawn = {line["prompt_id"] for line in lines(run_dir, f"rollouts/iter_{number:06d}.jsonl")}
         assert drawn <= kept
         if number > FIRST + 2:
-            assert all(scores[name]["pass_rate"] == 0.25 for name in drawn)
+            assert all(scores[name]["pass_rate"] <= 0.6 for name in drawn)
     saved = find_latest(run_dir / "checkpoints")
     assert saved is not None and saved.progress["rescored"]["file"] == "rescore/rl2.jsonl"
 

@@ -79,32 +79,42 @@ def test_a_file_that_is_not_the_one_of_the_checkpoint_is_refused(tmp_path: Path)
 
 
 def test_an_ended_measurement_goes_on_behind_the_last_whole_line(tmp_path: Path) -> None:
-    first = PartialScores(tmp_path, "rl", "k")
+    first = PartialScores(tmp_path, "rl", "k", CONFIG)
     assert first.scores == ()
     first.add(RESCORED.scores[:2])
     first.add(RESCORED.scores[2:3])
     (file,) = (tmp_path / "rescore").iterdir()
     file.write_bytes(file.read_bytes() + b'{"id": "cut o')
-    second = PartialScores(tmp_path, "rl", "k")
+    second = PartialScores(tmp_path, "rl", "k", CONFIG)
     assert second.scores == RESCORED.scores[:3]
     second.add(RESCORED.scores[3:])
-    assert PartialScores(tmp_path, "rl", "k").scores == RESCORED.scores
+    assert PartialScores(tmp_path, "rl", "k", CONFIG).scores == RESCORED.scores
     second.remove()
-    assert PartialScores(tmp_path, "rl", "k").scores == ()
+    assert PartialScores(tmp_path, "rl", "k", CONFIG).scores == ()
 
 
 def test_scores_of_other_weights_are_not_used(tmp_path: Path) -> None:
-    PartialScores(tmp_path, "rl", "k").add(RESCORED.scores)
-    other = PartialScores(tmp_path, "rl", "other")
+    PartialScores(tmp_path, "rl", "k", CONFIG).add(RESCORED.scores)
+    other = PartialScores(tmp_path, "rl", "other", CONFIG)
     other.add(RESCORED.scores[:1])
-    assert other.scores == () and PartialScores(tmp_path, "rl", "other").scores == RESCORED.scores[:1]
+    assert other.scores == () and PartialScores(tmp_path, "rl", "other", CONFIG).scores == RESCORED.scores[:1]
+
+
+def test_other_limits_drop_other_prompts_of_the_same_measurement(tmp_path: Path) -> None:
+    PartialScores(tmp_path, "rl", "k", CONFIG).add(RESCORED.scores)
+    wider = RescoreConfig(samples=4, drop_above=1.0)
+    scores = PartialScores(tmp_path, "rl", "k", wider).scores
+    assert [score.id for score in scores if score.dropped] == ["bad gold"]
+    assert [replace(score, dropped="") for score in scores] == [
+        replace(s, dropped="") for s in RESCORED.scores
+    ]
 
 
 def test_nothing_is_kept_where_weights_cannot_be_told(tmp_path: Path) -> None:
-    partial = PartialScores(tmp_path, "rl", None)
+    partial = PartialScores(tmp_path, "rl", None, CONFIG)
     partial.add(RESCORED.scores)
     partial.remove()
-    assert PartialScores(tmp_path, "rl", None).scores == () and list(tmp_path.iterdir()) == []
+    assert PartialScores(tmp_path, "rl", None, CONFIG).scores == () and list(tmp_path.iterdir()) == []
 
 
 def write_checkpoint(root: Path, weights: bytes) -> None:
@@ -131,6 +141,15 @@ def test_weights_are_told_by_the_checkpoint_before_the_stage(tmp_path: Path) -> 
         write_checkpoint(tmp_path, weights)
         keys.append(weights_key(tmp_path, stage=1, recipe=recipe, data="d"))
     assert None not in keys and len({first, *keys}) == 3
+    # what is done with the rates is not part of them, how they are measured is
+    for changes, is_same in (
+        ({"rescore": RescoreConfig(samples=4)}, True),
+        ({"iterations": 9}, True),
+        ({"rescore": RescoreConfig(samples=5)}, False),
+        ({"sampling": SamplingConfig(max_response_tokens=9)}, False),
+    ):
+        other = replace(recipe, stages=(stage(), stage(**changes)))
+        assert (weights_key(tmp_path, stage=1, recipe=other, data="d") == keys[-1]) is is_same
     # it is not the end of the stage before that one
     assert weights_key(tmp_path, stage=2, recipe=recipe, data="d") is None
 
