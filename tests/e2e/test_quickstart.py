@@ -22,8 +22,7 @@ MIN_GAIN = 0.08
 
 LAYOUTS = {
     "tp1": (),
-    "tp2": ("--nproc", "2", "layout.tp=2"),
-    "pp2": ("--nproc", "2", "layout.pp=2"),
+    "tp2-pp2": ("--nproc", "4", "layout.tp=2", "layout.pp=2"),
     "dp2": ("--nproc", "2"),
 }
 BRIEF = (
