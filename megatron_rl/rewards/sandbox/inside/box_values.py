@@ -6,7 +6,10 @@ Lists, numbers, text, true, false and null are themselves; an object with one ke
 
 from __future__ import annotations
 
-from typing import Any
+# not imported at run time: every test would wait for it
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class Objects:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import ast
 import builtins
-import inspect
 import json
 import os
 import re
 import sys
 import types
-from typing import Any
+
+# not imported at run time: every test would wait for it
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))
-from box_values import Objects
+from box_values import Objects  # noqa: E402
 
 
 class Unsupported(Exception):
@@ -196,7 +199,7 @@ class Mark:
         if name == "parametrize":
             return self._parametrize
         return lambda *given, **_: (
-            given[0] if len(given) == 1 and inspect.isfunction(given[0]) else lambda found: found
+            given[0] if len(given) == 1 and isinstance(given[0], types.FunctionType) else lambda found: found
         )
 
     @staticmethod
@@ -254,6 +257,13 @@ def names_wanted(tree: ast.Module) -> set[str]:
     return {name for name in read if not hasattr(builtins, name)}
 
 
+def parameters(function: Any) -> list[str]:
+    """Names that a test function takes and has no default for, without `self`."""
+    code, bound = function.__code__, isinstance(function, types.MethodType)
+    names = list(code.co_varnames[: code.co_argcount - len(function.__defaults__ or ())])
+    return names[bound:] + [one for one in code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]]
+
+
 def run_entry(scope: dict[str, Any], entry: str) -> None:
     """One test function, or one method of a test class, with all its parameter sets."""
     owner, _, name = entry.rpartition(".")
@@ -269,7 +279,7 @@ def run_entry(scope: dict[str, Any], entry: str) -> None:
             case.setup_method()
         function = getattr(case, name)
     for row in getattr(function, "rows", [{}]):
-        missing = [one for one in inspect.signature(function).parameters if one not in row]
+        missing = [one for one in parameters(function) if one not in row]
         if missing:
             raise Unsupported(f"fixture {missing[0]}")
         function(**row)
