@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.data.types import Verdict
-from megatron_rl.rewards.cost import too_costly
+from megatron_rl.rewards.cost import expected_cost, too_costly
 from megatron_rl.rewards.extract import MAX_ANSWER_CHARS, THINK_CLOSE, extract_answer
 from megatron_rl.rewards.pool import PoolVerdict, WorkerPool
 from megatron_rl.rewards.protocol import Grade, RewardInput
@@ -67,7 +67,8 @@ class MathAnswer:
     def _check(self, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], PoolVerdict]:
         with self._lock:
             known = {pair: self._cache[pair] for pair in pairs if pair in self._cache}
-        unknown = [pair for pair in pairs if pair not in known]
+        # cheap ones first: what takes for ever must not use up the time of a batch before the rest is judged
+        unknown = sorted((p for p in pairs if p not in known), key=lambda pair: expected_cost(pair[1]))
         fresh = dict(
             zip(unknown, self._pool.check_many(unknown, within_s=self._batch_timeout_s), strict=True)
         )

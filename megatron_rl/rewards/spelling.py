@@ -5,6 +5,8 @@ Pure string work on texts of bounded length; values are never computed here.
 
 from __future__ import annotations
 
+import unicodedata
+
 from megatron_rl.rewards.lexicon import (
     CHOICE_WORDS,
     DROPPED,
@@ -24,7 +26,12 @@ from megatron_rl.rewards.units import closing, is_text, strip_units
 
 def tokens(text: str) -> list[str]:
     """Canonical tokens of an answer: differences of spelling gone. `\\text{...}` is one token."""
-    plain = E_NOTATION.sub(r"\1\\cdot 10^{\2}", text.translate(UNICODE_TABLE))
+    plain = text.translate(UNICODE_TABLE)
+    if not plain.isascii():
+        plain = "".join(
+            _ascii_digit(char) if char.isdigit() and not char.isascii() else char for char in plain
+        )
+    plain = E_NOTATION.sub(r"\1\\cdot 10^{\2}", plain)
     raw = [SAME.get(token, token) for token in TOKEN.findall(plain)]
     found = _join_thousands(_gather_texts(_without_layout(raw)))
     found = [FUNCTIONS.get(token, token) for token in found if not token.isspace() and token not in SPACES]
@@ -35,6 +42,15 @@ def tokens(text: str) -> list[str]:
         # **bold**
         found = found[1:-1]
     return strip_units(unwrap(found))
+
+
+def _ascii_digit(char: str) -> str:
+    """Digits of other scripts as ours, subscripts as such; a circled digit is a word, for no number is read of it."""
+    if char.isdecimal():
+        return str(unicodedata.decimal(char))
+    if "₀" <= char <= "₉":
+        return f"_{{{unicodedata.digit(char)}}}"
+    return f"\\text{{sign{ord(char):x}}}"
 
 
 def _without_layout(raw: list[str]) -> list[str]:
