@@ -203,6 +203,9 @@ def _forking_executor() -> type:
     class ForkingExecutor(MultiprocExecutor):
         def _init_executor(self) -> None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            # what was imported stays; from here on the workers, which inherit it, make garbage of their own
+            gc.freeze()
+            gc.enable()
             super()._init_executor()
 
     return ForkingExecutor
