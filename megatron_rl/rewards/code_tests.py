@@ -121,7 +121,8 @@ class CodeTests:
         program = extract_program(item.text)
         if program is None:
             reason = f"{TestVerdict.NO_PROGRAM.value}: passed 0 of {len(tests)}"
-            return Grade(score=0.0, verdict=Verdict.NO_ANSWER, reason=reason)
+            verdict = Verdict.TRUNCATED if item.finish.is_truncated() else Verdict.NO_ANSWER
+            return Grade(score=0.0, verdict=verdict, reason=reason)
         return _Work(program, tuple(tests), gold.limits_over(self._limits))
 
     def _run(self, work: Sequence[_Work]) -> list[list[TestResult]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.data.types import Verdict
+from megatron_rl.data.types import Finish, Verdict
 from megatron_rl.recipe.sandbox import SandboxConfig
-from megatron_rl.rewards.code_tests import CodeTests
+from megatron_rl.rewards.code_tests import CodeTests, TestResult, TestVerdict, combine
 from megatron_rl.rewards.protocol import RewardInput
 from megatron_rl.rewards.sandbox.processes import processes_of
 from tests.helpers.code_cases import CASES
@@ -71,3 +71,56 @@ def test_nothing_of_the_programs_is_left(graded, grader):
     children = Path(f"/proc/{grader._sandbox.pid}/task/{grader._sandbox.pid}/children").read_text()
     assert children == ""
     assert grader.num_restarts == 0
+
+
+def test_a_group_meets_the_same_tests_and_an_evaluation_all_of_them(grader):
+    tests = {"inputs": [str(i) for i in range(20)], "outputs": ["0"] * 20}
+    # right on the first ten alone, so that the score tells which tests were drawn
+    text = fenced("print(0 if int(input()) < 10 else 1)")
+    group = [RewardInput(answer=tests, text=text + str(i), prompt_id="p7") for i in range(3)]
+    first, *others = grader.grade(group)
+    assert {grade.score for grade in others} == {first.score}
+    assert first.reason.startswith(f"passed {round(first.score * 16)} of 16: wrong")
+    (whole,) = grader.grade([RewardInput(answer=tests, text=text, prompt_id="p7", every_test=True)])
+    assert whole.reason.startswith("passed 10 of 20: wrong 10")
+    assert whole.score == 0.5 and whole.verdict is Verdict.WRONG
+
+
+def test_equal_programs_of_a_group_run_once(grader):
+    tests = {"inputs": [""], "outputs": ["x"]}
+    text = fenced("import os\nos._exit(os.urandom(1)[0] // 2 + 1)")
+    # what it fails with is by chance: seen twice alike, it ran once
+    grades = grader.grade([RewardInput(answer=tests, text=text) for _ in range(4)])
+    assert len({(grade.reason, grade.seconds) for grade in grades}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "verdict"),
+    [
+        ("no program", Finish.STOP, Verdict.NO_ANSWER),
+        ("```python\nprint(1", Finish.LENGTH, Verdict.TRUNCATED),
+        ("```python\nprint(1)\n```\nand so on", Finish.LENGTH, Verdict.CORRECT),
+    ],
+)
+def test_without_a_program_the_verdict_says_whether_it_was_cut_off(grader, text, finish, verdict):
+    tests = {"inputs": [""], "outputs": ["1"]}
+    (grade,) = grader.grade([RewardInput(answer=tests, text=text, finish=finish)])
+    assert grade.verdict is verdict
+    assert "of 1" in grade.reason
+
+
+def test_tests_that_cannot_be_run_are_the_prompts_fault(grader):
+    fixture = {"pytest": "def test_a(tmp_path):\n    assert f(1)"}
+    lambda_argument = {"pytest": "assert f(lambda x: x)"}
+    grades = grader.grade(
+        [ask("def f(x):\n    return x", gold) for gold in (fixture, lambda_argument, "{", None)]
+    )
+    assert [grade.verdict for grade in grades] == [Verdict.BAD_GOLD] * 4
+    assert "fixture tmp_path" in grades[0].reason
+
+
+def test_a_failure_of_the_sandbox_is_no_score_of_the_program():
+    failed, passed = TestResult(verdict=TestVerdict.SANDBOX_ERROR), TestResult(verdict=TestVerdict.PASSED)
+    grade = combine([passed, failed])
+    assert grade.verdict is Verdict.ERROR and not grade.verdict.is_usable()
+    assert grade.reason == "passed 1 of 2: sandbox_error 1"
