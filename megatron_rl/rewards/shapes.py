@@ -92,7 +92,7 @@ def read_shape(found: list[str], depth: int = 0) -> Shape:
     if len(either) > 1 and all(_is_relation(piece) for piece in either):
         return Union(tuple(read_shape(piece, depth + 1) for piece in either))
     pieces = split(found, {",", ";", "and", "\\text{and}", *_OR})
-    if len(pieces) > 1 and any(pieces):
+    if len(pieces) > 1 and pieces[0] and any(pieces):
         return Unordered(_flat([read_shape(piece, depth + 1) for piece in pieces if piece]))
     if len(parts := split(found, {"\\cup"})) > 1:
         return Union(tuple(read_shape(part, depth + 1) for part in parts))

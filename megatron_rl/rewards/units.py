@@ -104,6 +104,8 @@ def _is_literal(found: list[str]) -> bool:
 
 
 def _is_unit_text(content: str) -> bool:
+    if content.startswith("(") and content.endswith(")"):
+        content = content[1:-1]
     words = content.replace(".", " ").replace("/", " ").replace("-", " ").split()
     if not 0 < len(words) <= _MAX_UNIT_WORDS:
         return False
