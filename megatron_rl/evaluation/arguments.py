@@ -172,7 +172,10 @@ def _eval(args: argparse.Namespace) -> int:
     values = {name: getattr(args, name) for name in EvalOptions.__slots__ if hasattr(args, name)}
     options = EvalOptions(**values, sets=tuple(args.data), samples=args.n)
     check_options(options)
-    from megatron_rl.evaluation.command import run_eval
+    from megatron_rl.platform.loading import loading_libraries
+
+    with loading_libraries():
+        from megatron_rl.evaluation.command import run_eval
 
     return run_eval(options)
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 from megatron_rl.data.chat import render_prompt, stop_token_ids
 from megatron_rl.data.prompts import PromptSet, load_prompts
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_rl.data.types import Prompt, RolloutGroup
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.evaluation.engines import LastingEngine
 from megatron_rl.evaluation.evaluate import EvalPlan, evaluate, problems_per_call
@@ -39,7 +40,7 @@ from megatron_rl.recipe.dataset import DatasetConfig
 from megatron_rl.recipe.sandbox import SandboxConfig
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.rewards.combine import RewardModel
-from megatron_rl.rollout.collect import Collector
+from megatron_rl.rollout.collect import Collector, Draw
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.yarn import Yarn, plan_yarn
 from megatron_rl.train.files import to_json, write_atomically
@@ -167,27 +168,22 @@ def _evaluate(options: EvalOptions, loaded: _Loaded, meter: Meter) -> list[EvalR
         collector = Collector(
             engine, grader, loaded.tokenizer, stop_token_ids=stop_token_ids(loaded.tokenizer)
         )
-        results = []
-        for name, problems in loaded.problems.items():
-            seed = plan.draw(name).seed
 
-            def arrived(groups: Any, name: str = name, seed: Any = seed) -> None:
-                samples.write(name, groups, seed)
-                progress.advance(name, sum(len(group.rollouts) for group in groups))
-
-            results.append(
-                evaluate(
-                    name,
-                    problems,
-                    plan,
-                    collect=lambda *asked: lasting.ask(
-                        partial(collector.collect, *asked, weight_version=-1, span=meter.span)
-                    ),
-                    grader=grader,
-                    arrived=arrived,
-                )
+        def collect(
+            prompts: Sequence[Prompt], token_ids: Mapping[str, Sequence[int]], draw: Draw
+        ) -> list[RolloutGroup]:
+            return lasting.ask(
+                lambda: collector.collect(prompts, token_ids, draw, weight_version=-1, span=meter.span)
             )
-    return results
+
+        def arrived(name: str, groups: Sequence[RolloutGroup]) -> None:
+            samples.write(name, groups, plan.draw(name).seed)
+            progress.advance(name, sum(len(group.rollouts) for group in groups))
+
+        return [
+            evaluate(name, problems, plan, collect=collect, grader=grader, arrived=partial(arrived, name))
+            for name, problems in loaded.problems.items()
+        ]
 
 
 def _plan(options: EvalOptions, limits: _Limits) -> EvalPlan:
