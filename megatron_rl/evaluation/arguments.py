@@ -120,6 +120,15 @@ def _add_problems(parser: argparse.ArgumentParser) -> None:
         help="grading processes, or sandboxes of programs (2)",
     )
     group.add_argument(
+        "--grader-memory-gib", type=_positive, default=2.0, metavar="N", help="of a grading process (2)"
+    )
+    group.add_argument(
+        "--reasoning",
+        choices=("auto", "required"),
+        default="auto",
+        help="required: a response without </think> has no answer (default: auto)",
+    )
+    group.add_argument(
         "--allow-weak-sandbox",
         action="store_true",
         help="run programs although a layer of isolation is missing: only models that you trust",

@@ -155,6 +155,8 @@ def _evaluate(options: EvalOptions, loaded: _Loaded, meter: Meter) -> list[EvalR
                 {options.reward: 1.0},
                 workers=options.grader_workers,
                 timeout_s=options.grader_timeout_s,
+                memory_gib=options.grader_memory_gib,
+                requires_reasoning=options.reasoning == "required",
                 sandbox=SandboxConfig(slots=options.grader_workers, allow_weak=options.allow_weak_sandbox),
             )
         )
@@ -277,7 +279,12 @@ def _report(
             "stop_token_ids": list(stop_token_ids(loaded.tokenizer)),
         },
         "seeds": {"run_seed": options.seed, "rule": SEED_RULE},
-        "grading": {"reward": options.reward, "timeout_s": options.grader_timeout_s},
+        "grading": {
+            "reward": options.reward,
+            "timeout_s": options.grader_timeout_s,
+            "memory_gib": options.grader_memory_gib,
+            "reasoning": options.reasoning,
+        },
         "seconds": {name[5:-2]: round(value, 3) for name, value in seconds.items()},
         "sets": [
             _set_report(options, loaded, path, one)

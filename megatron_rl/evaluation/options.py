@@ -52,6 +52,8 @@ class EvalOptions:
     restarts: int
     grader_workers: int
     grader_timeout_s: float
+    grader_memory_gib: float
+    reasoning: Literal["auto", "required"]
     allow_weak_sandbox: bool  # run programs although a layer of isolation is missing
     out: Path | None
     samples_out: Path | None

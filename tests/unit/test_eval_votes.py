@@ -83,3 +83,11 @@ def test_a_shaping_reward_beside_it_changes_no_vote(grader):
         assert shaped.judge == "math_answer"
         one = group(shaped, "1/2", "7", "0.5", "\\frac{1}{2}")
         assert take_votes([one], shaped) == take_votes([one], grader)
+
+
+def test_votes_do_not_ask_an_answer_alone_for_the_reasoning_that_its_response_had():
+    with RewardModel({"math_answer": 1.0}, workers=1, timeout_s=20.0, requires_reasoning=True) as strict:
+        bare = "\\boxed{0.5}"
+        (vote,) = take_votes([group(strict, "1/2", "0.5", "\\frac12", "7", texts=(bare,))], strict)
+    assert vote is not None
+    assert (vote.sizes, vote.correct) == ((2, 1), (True, False))
