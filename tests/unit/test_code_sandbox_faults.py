@@ -104,9 +104,12 @@ def test_a_job_that_takes_every_supervisor_with_it_is_given_up():
 
 
 def test_a_killed_trainer_takes_supervisor_and_programs_with_it():
+    # imports no torch: a trainer does, but here it would only take time
     text = (
-        "from tests.unit.test_code_sandbox_faults import *\n"
-        "s = Sandbox(settings())\ns.start()\nprint(s.pid, flush=True)\ns.run(jobs(4, b'import time\\ntime.sleep(99)'))"
+        "from megatron_rl.rewards.sandbox.client import Sandbox, Settings\n"
+        "from megatron_rl.rewards.sandbox.jobs import Job, JobKind\n"
+        f"s = Sandbox(Settings(first_uid={FIRST_UID}))\ns.start()\nprint(s.pid, flush=True)\n"
+        "s.run([Job(id=0, kind=JobKind.STDIN, program=b'import time; time.sleep(99)', payload=b'')] * 2)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
     supervisor = int(trainer.stdout.readline())
