@@ -134,7 +134,8 @@ def real_rows(files: Sequence[Path], *, limit: int, seed: int) -> list[dict[str,
 
 def write_twins(out: Path, *, seed: int, size: int, real: Sequence[dict[str, Any]]) -> None:
     """Write every file below `out`; no problem of an evaluation set stands in another file."""
-    sums, codes = chains(seed, size + 64), formulas(seed, size + 32)
+    # a program is learnt from fewer examples than a sum, and RL is to have something left
+    sums, codes = chains(seed, size + 64), formulas(seed, size // 4 + 32)
     held_sums, sums = sums[:64], sums[64:]
     held_codes, codes = codes[:32], codes[32:]
     write_rows(out / "sft.jsonl", _shuffled(list(_sft_rows(sums, codes, real)), seed))
@@ -200,7 +201,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="directory to write to, made if missing")
     parser.add_argument(
-        "--size", type=positive_int, default=2000, help="chains, and as many programs (default: 2000)"
+        "--size", type=positive_int, default=2000, help="chains; a quarter as many programs (default: 2000)"
     )
     parser.add_argument("--seed", type=int, default=1, help="same seed, same files (default: 1)")
     parser.add_argument(
@@ -220,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {args.out}: {args.size} chains, {args.size} programs, {len(real)} real problems")
+    print(f"wrote {args.out}: {args.size} chains, {args.size // 4} programs, {len(real)} real problems")
     return 0
 
 

@@ -79,7 +79,7 @@ def check_recipe(loaded: LoadedRecipe, *, world_size: int, model_spec: ModelSpec
     `model_spec` None reads `model.hf_path`. Raises RecipeError with one line per violation.
     """
     recipe = loaded.recipe
-    problems = list(_file_problems(recipe))
+    problems = [*_file_problems(recipe), *_eval_name_problems(recipe)]
     layout = _layout(recipe, world_size, problems)
     spec = model_spec or _spec(recipe, problems)
     for i, stage in enumerate(recipe.stages):
@@ -166,6 +166,19 @@ def _reference_problems(stage: Stage, path: str, spec: ModelSpec | None) -> Iter
             path,
             f"{kl.reference} is a model of another shape than model.hf_path; name one with the same tensors",
         )
+
+
+def _eval_name_problems(recipe: Recipe) -> Iterator[Problem]:
+    """One name for two files would make one curve of what cannot be compared."""
+    files: dict[str, tuple[str, str]] = {}
+    for i, stage in enumerate(recipe.stages):
+        for name, file in stage.eval.sets.items() if isinstance(stage, RlStage) and stage.eval else ():
+            place, first = files.setdefault(name, (f"stages.{i}.eval.sets.{name}", file))
+            if file != first:
+                yield Problem(
+                    f"stages.{i}.eval.sets.{name}",
+                    f"is {file}, but {place} of the same name is {first}; give one of them another name",
+                )
 
 
 def _missing(dotted: str, path: Path, what: str) -> Problem:

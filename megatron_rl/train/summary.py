@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rl.evaluation.result import Band, EvalResult, paired_bands
+from megatron_rl.evaluation.result import Band, paired_bands
 from megatron_rl.train.console import format_seconds
 from megatron_rl.train.report import REPORT_FILE
-from megatron_rl.train.run_data import RunData, read_run, smooth
+from megatron_rl.train.run_data import EvalPoint, RunData, read_run, smooth
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 50
@@ -35,18 +35,17 @@ def sparkline(values: list[float], width: int = _SPARK_WIDTH) -> str:
 
 def _eval_tables(run: RunData) -> list[str]:
     return [
-        _eval_table(name, points[0].result, points[-1].result)
+        _eval_table(name, points[0], points[-1])
         for name, points in run.eval_sets().items()
         if points[0].result.problems
     ]
 
 
-def _eval_table(name: str, before: EvalResult, after: EvalResult) -> str:
-    """Iteration 0 is the starting point: the model as SFT left it."""
-    start = "start (SFT)" if before.iteration == 0 else f"iteration {before.iteration}"
+def _eval_table(name: str, first: EvalPoint, last: EvalPoint) -> str:
+    before, after = first.result, last.result
     lines = [
         f"{name}: avg@{after.samples} in % (standard error over problems)",
-        _row("difficulty", "problems", start, f"iteration {after.iteration}", "change"),
+        _row("difficulty", "problems", f"step {max(0, first.step)}", f"step {last.step}", "change"),
     ]
     for band, other in paired_bands(before, after):
         change = 100 * (other.avg_at_k - band.avg_at_k)
@@ -65,10 +64,16 @@ def _percent(band: Band) -> str:
 
 
 def _reward_curve(run: RunData) -> str:
-    values = [value for _, value in run.curve("reward/mean")]
-    if not values:
-        return ""
-    return f"reward  {sparkline(values)}  {values[0]:.3f} -> {values[-1]:.3f} over {len(values)} iterations"
+    """A line for each RL stage: rewards of different stages are different things."""
+    curves: dict[str, list[float]] = {}
+    for line in run.lines:
+        if isinstance(value := line.get("reward/mean"), int | float):
+            curves.setdefault(str(line["stage"]), []).append(float(value))
+    labels = {stage: f"{stage}  " if len(curves) > 1 else "" for stage in curves}
+    return "\n".join(
+        f"reward  {labels[stage]}{sparkline(values)}  {values[0]:.3f} -> {values[-1]:.3f} over {len(values)} iterations"
+        for stage, values in curves.items()
+    )
 
 
 def _spans(run: RunData) -> str:

@@ -254,3 +254,14 @@ def test_max_positions_of_the_recipe_stand_in_place_of_the_models(recipe):
     assert "set model.max_positions" in problems(recipe, *longer)["stages.1.sampling.max_response_tokens"]
     resolved = check_recipe(load_recipe(recipe, [*longer, "model.max_positions=432"]), world_size=1)
     assert resolved.spec.max_positions == 432
+
+
+def test_one_name_of_an_evaluation_set_means_one_file(recipe):
+    text = recipe.read_text()
+    head, stage = text.split("  - kind: rl")
+    stage, rest = stage.split("checkpoint:")
+    second = stage.replace("heldout: heldout.jsonl", "heldout: train.jsonl")
+    recipe.write_text(f"{head}  - kind: rl{stage}  - kind: rl{second}checkpoint:{rest}")
+    found = problems(recipe)
+    assert set(found) == {"stages.2.eval.sets.heldout"}
+    assert "stages.1.eval.sets.heldout of the same name is heldout.jsonl" in found["stages.2.eval.sets.heldout"]

@@ -95,7 +95,7 @@ def write_run(path: Path, *, rollouts=()):
 def test_summary_shows_before_and_after_per_band_from_the_sft_starting_point(tmp_path):
     write_run(tmp_path)
     rows = [line.split() for line in summary_text(tmp_path).splitlines()]
-    assert ["difficulty", "problems", "start", "(SFT)", "iteration", "10", "change"] in rows
+    assert ["difficulty", "problems", "step", "4", "step", "14", "change"] in rows
     assert ["2", "10", "50.0", "(0.0)", "100.0", "(0.0)", "+50.0"] in rows
     assert ["7", "10", "0.0", "(0.0)", "25.0", "(0.0)", "+25.0"] in rows
     assert ["all", "20", "25.0", "(5.7)", "62.5", "(8.6)", "+37.5"] in rows
@@ -174,3 +174,15 @@ def test_a_broken_record_is_an_error_that_names_the_line(tmp_path):
         stream.write("{broken\n")
     with pytest.raises(DataError, match=r"eval\.jsonl:3: cannot be read"):
         write_report(tmp_path)
+
+
+def test_rewards_of_different_stages_are_not_one_curve(tmp_path):
+    records = RunRecords(tmp_path)
+    for step in range(1, 5):
+        metrics = {"reward/mean": 0.1 * step if step <= 2 else 0.8}
+        records.log_step(metrics, stage="rl1" if step <= 2 else "rl2", iteration=(step - 1) % 2 + 1, step=step)
+    records.close()
+    lines = [line for line in summary_text(tmp_path).splitlines() if line.startswith("reward")]
+    assert [line.split()[1] for line in lines] == ["rl1", "rl2"]
+    assert lines[0].endswith("0.100 -> 0.200 over 2 iterations")
+    assert lines[1].endswith("0.800 -> 0.800 over 2 iterations")
