@@ -23,6 +23,11 @@ def batch_problems(stage: RlStage, path: str) -> Iterator[Problem]:
     if stage.overlong is not None:
         yield from _overlong_problems(stage, stage.overlong, f"{path}.overlong")
     yield from _grader_problems(stage.grader, f"{path}.grader")
+    if stage.grader.all_or_nothing and "code_tests" not in stage.rewards:
+        yield Problem(
+            f"{path}.grader.all_or_nothing",
+            f"is of code_tests, but the rewards are {', '.join(stage.rewards)}, which score 0 or 1; remove it",
+        )
     yield from _curriculum_problems(stage, path)
     yield from _promote_problems(stage, path)
     rescore = stage.rescore

@@ -150,6 +150,7 @@ class GraderConfig:
     # required: a response without </think> has no answer; auto: only one that opens <think> and never closes it
     reasoning: Literal["auto", "required"] = "auto"
     scale: tuple[Float, Float] = (0.0, 1.0)  # score s counts as low + s * (high - low)
+    all_or_nothing: Bool = False  # code_tests: a program that fails a test has the score 0, not a share of 1
     # a response without </think>, else one without <think>, is not correct and counts this much; null: no such rule.
     # They are searched in the response alone: a chat template that opens <think> itself must not be used with them
     missing_think_close: Float | None = None

@@ -19,11 +19,20 @@ MISSING_CLOSE, MISSING_OPEN = "missing_think_close", "missing_think_open"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardMapping:
-    """Judge score s in [0, 1] counts as low + s * (high - low); None switches a rule of tags off."""
+    """Judge score s in [0, 1] counts as low + s * (high - low); None switches a rule of tags off.
+
+    `all_or_nothing`: a score below 1 is taken for 0.
+    """
 
     scale: tuple[float, float] = (0.0, 1.0)
+    all_or_nothing: bool = False
     missing_think_close: float | None = None
     missing_think_open: float | None = None
+
+    def counted(self, score: float) -> float:
+        """What a judge's score is worth."""
+        low, high = self.scale
+        return high if score == 1 else low + (0.0 if self.all_or_nothing else score) * (high - low)
 
     def rule(self, text: str) -> tuple[str, float] | None:
         """The rule that the response breaks, by the name of its part, and what the response counts then."""
@@ -54,9 +63,8 @@ class MappedRewards:
     def _map(self, result: RewardResult, text: str) -> RewardResult:
         if not result.verdict.is_usable():
             return replace(result, parts={**result.parts, **dict.fromkeys(self._rules, 0.0)})
-        low, high = self._mapping.scale
         broken = self._mapping.rule(text)
-        counted = low + result.task_score * (high - low) if broken is None else broken[1]
+        counted = self._mapping.counted(result.task_score) if broken is None else broken[1]
         flags = {name: float(broken is not None and broken[0] == name) for name in self._rules}
         mapped = replace(
             result,

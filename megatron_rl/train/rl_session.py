@@ -114,6 +114,7 @@ class RlSession:
             self._eval_collector = Collector(engine, grader, run.tokenizer, stop_token_ids=stops)
             mapping = RewardMapping(
                 scale=stage.grader.scale,
+                all_or_nothing=stage.grader.all_or_nothing,
                 missing_think_close=stage.grader.missing_think_close,
                 missing_think_open=stage.grader.missing_think_open,
             )

@@ -33,6 +33,7 @@ def check(tmp_path, monkeypatch, *overrides):
         (["stages.1.overlong={kind: penalty}"], "overlong.buffer_tokens",
          "got 4096, must be at most sampling.max_response_tokens = 64; DAPO takes a fifth of it, 12"),
         (["stages.1.overlong={kind: filter, buffer_tokens: 8}"], "overlong.buffer_tokens", "which filter does not use"),
+        (["stages.1.grader.all_or_nothing=true"], "grader.all_or_nothing", "is of code_tests, but the rewards are"),
         (["stages.1.grader.scale=[1, -1]"], "grader.scale",
          "got [1, -1], the reward of a wrong answer must come first"),
         (["stages.1.curriculum.0.pass_rate=[0, 1]"], "curriculum.0", "got both, must have one of"),

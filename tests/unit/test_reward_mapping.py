@@ -36,6 +36,12 @@ def test_a_scale_maps_the_judges_score_alone(model):
     assert (right.task_score, right.parts["math_answer"], wrong.parts["math_answer"]) == (1.0, 1.0, 0.0)
 
 
+def test_a_share_of_tests_counts_as_a_share_or_not_at_all():
+    soft, hard = (RewardMapping(scale=(-1.0, 1.0), all_or_nothing=hard) for hard in (False, True))
+    assert [soft.counted(score) for score in (0.0, 0.75, 1.0)] == [-1.0, 0.5, 1.0]
+    assert [hard.counted(score) for score in (0.0, 0.75, 1.0)] == [-1.0, -1.0, 1.0]
+
+
 def test_a_missing_close_tag_comes_before_a_missing_open_tag(model):
     results = grade(model, KLEAR, RIGHT, WRONG, NO_CLOSE, NO_OPEN, NEITHER)
     form = [0.1 * result.parts["format"] for result in results]

@@ -13,6 +13,7 @@ from megatron_rl.recipe.load import LEFT_OPEN, load_recipe
 from megatron_rl.recipe.resolve import check_recipe
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import RlStage, SftStage
+from megatron_rl.recipe.yaml_text import parse_document
 from tests.helpers.source import ROOT
 
 QWEN3_8B_BASE = {
@@ -146,3 +147,16 @@ def test_a_twin_goes_the_same_way_as_its_recipe(name: str) -> None:
             assert small.algorithm == large.algorithm and small.rewards == large.rewards
             for part in ("dynamic_sampling", "rescore", "promote", "overlong"):
                 assert (getattr(small, part) is None) == (getattr(large, part) is None), part
+
+
+EXPERIMENTS = sorted((ROOT / "tools" / "ablations").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
+def test_every_arm_of_an_ablation_passes_check(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = parse_document(file.read_text(), source=str(file)).data
+    monkeypatch.chdir(tmp_path)
+    path = ROOT / experiment["recipe"]
+    lay_out(load_recipe(path).recipe, tmp_path)
+    for overrides in experiment["arms"].values():
+        check_recipe(load_recipe(path, [*experiment["common"], *overrides]), world_size=1)
