@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.errors import CheckpointError, MegatronRLError, ModelError
+from megatron_rl.model import checkpoint_files
 from megatron_rl.model.convert import export_hf, import_hf, open_model
 from tests.helpers.checkpoints import (
     load_tool,
@@ -295,6 +296,7 @@ def metadata_of_another_model(checkpoint: Path) -> str:
     state = json.loads((checkpoint / "state.json").read_text())
     here = checkpoint / "hf"
     state["files"] = {n: s for n, s in state["files"].items() if not n.startswith("hf/")}
+    state[checkpoint_files._OWN_DIGEST] = checkpoint_files._own_digest(state)
     (checkpoint / "state.json").write_text(json.dumps(state))
     return f"holds another model than {here}"
 
