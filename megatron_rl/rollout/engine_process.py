@@ -46,6 +46,7 @@ class EngineProcess:
         self._channel = Channel(ours, self._explain)
         self._life, their_life = socket.socketpair()
         self._silence: str | None = None
+        self._is_ready = False
         log_path.parent.mkdir(parents=True, exist_ok=True)
         fds = (theirs.fileno(), their_life.fileno())
         with open(log_path, "ab") as log, theirs, their_life:
@@ -89,6 +90,7 @@ class EngineProcess:
         before, importing and compiling may keep it from that.
         """
         self._exchange({**message, "devices": self.devices}, timeout_s=timeout_s, doing=STARTING)
+        self._is_ready = True
         self._shared_memory = shared_memory_of_group(self.pid)
         self._scratch.note_shared_memory(self._shared_memory)
         # vLLM's workers among them: their leader alone gives signs of life
@@ -102,10 +104,13 @@ class EngineProcess:
         return self._exchange({"cmd": cmd, **fields}, timeout_s=timeout_s, doing=cmd)["result"]
 
     def close(self) -> None:
-        """Shutdown, then SIGTERM, then SIGKILL of its own process group; the last at once for a lost one.
+        """Shutdown, then SIGTERM, then SIGKILL of its own process group; the last at once for one that is lost or not
+        ready yet, which would hear nothing before it is.
 
         Safe to call twice.
         """
+        if not self._is_ready:
+            self.kill()
         if self._process.poll() is None and self._channel.is_open:
             with contextlib.suppress(EngineError, ReshardError):
                 self._exchange({"cmd": "shutdown"}, timeout_s=STOP_GRACE_S, doing="shutdown")

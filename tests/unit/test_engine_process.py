@@ -97,6 +97,12 @@ def test_the_log_keeps_earlier_starts_and_an_error_shows_only_its_own(start):
     assert f"engine process {first.pid} started" in second.log_path.read_text()
 
 
+def test_an_engine_that_is_not_ready_yet_is_not_waited_for(start):
+    process = start()
+    process.close()
+    assert process._process.returncode == -signal.SIGKILL
+
+
 def test_a_stopped_engine_ends_with_an_owner_that_was_killed_and_leaves_no_file(tmp_path):
     code = (
         "import sys, time\n"
