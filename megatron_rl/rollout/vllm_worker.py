@@ -32,6 +32,7 @@ from megatron_rl.rollout.vllm_plugin import BACKEND, register
 from megatron_rl.rollout.wire import Message, WireClosed, recv_message, send_message
 
 _BEAT_S = 1.0
+_STEP_TOKENS = 4096  # of one step on CPU, prompts and responses; vLLM's own default
 
 
 def main() -> int:
@@ -181,6 +182,9 @@ def _of_device(start: Message) -> dict[str, Any]:
         "distributed_executor_backend": _forking_executor() if start["tp"] > 1 else None,
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
+        # a prompt that is split over steps ends a seeded request on CPU, whose generators cannot be turned back
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_STEP_TOKENS, start["max_model_len"]),
         "kv_cache_memory_bytes": kv_cache_bytes(
             ModelSpec.from_hf(start["hf_path"]),
             tp=start["tp"],

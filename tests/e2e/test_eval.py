@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_rl.recipe.stages import EngineConfig
+from megatron_rl.rollout.engine import GenerateRequest
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.yarn import plan_yarn
 from tests.helpers.engine import hf_logprobs, qwen2_spec, write_qwen2
@@ -149,10 +150,16 @@ def test_an_engine_with_yarn_computes_what_transformers_does_beyond_the_models_p
     (stretched / "config.json").write_text(json.dumps({**config, **yarn.overrides(spec)}))
 
     with VllmEngine.start(
-        EngineConfig(max_concurrent=4), hf_path=model, dtype="float32", spec=spec, yarn=yarn,
+        EngineConfig(max_concurrent=8), hf_path=model, dtype="float32", spec=spec, yarn=yarn,
         max_model_len=yarn.max_positions, seed=0, log_dir=tmp_path,
     ) as engine:  # fmt: skip
         found = torch.tensor(engine.score(prompt))
+        # more prompt tokens than a step takes: a prompt that was split would end its seeded request on CPU
+        requests = [
+            GenerateRequest(prompt_token_ids=[i, *prompt], seed=i, max_tokens=2, temperature=1.0)
+            for i in range(8)
+        ]
+        assert [len(completion.token_ids) for completion in engine.generate(requests)] == [2] * 8
 
     expected = torch.tensor(hf_logprobs(stretched, prompt))
     plain = torch.tensor(hf_logprobs(model, prompt))
