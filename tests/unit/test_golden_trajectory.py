@@ -48,9 +48,21 @@ def test_other_samples_and_other_weights_are_seen_on_the_same_processor():
 
 def test_on_another_processor_rounding_is_allowed_and_more_is_not():
     loss, lr, reward = (KEPT["steps"][i - 1][name] for i, name in ((5, "loss"), (5, "lr"), (13, "reward")))
-    assert changed(5, elsewhere=True, loss=loss * (1 + 5e-5)) == []
-    assert len(changed(5, elsewhere=True, loss=loss * (1 + 2e-4))) == 1
+    assert changed(5, elsewhere=True, loss=loss * 1.05) == []
+    assert len(changed(5, elsewhere=True, loss=loss * 1.2)) == 1
     assert len(changed(5, elsewhere=True, lr=lr * (1 + 1e-9))) == 1
-    assert changed(13, elsewhere=True, reward=reward + 0.09) == []
-    assert len(changed(13, elsewhere=True, reward=reward + 0.2)) == 1
-    assert changed(20, elsewhere=True, reward=reward + 0.2, samples="x") == []
+    assert changed(13, elsewhere=True, reward=reward + 0.2) == []
+    assert len(changed(13, elsewhere=True, reward=reward + 0.3)) == 1
+    assert changed(20, elsewhere=True, reward=reward + 0.3, samples="x") == []
+
+
+def test_on_another_processor_the_first_steps_from_a_seed_differ_by_rounding_alone():
+    first = copy.deepcopy(KEPT["first_steps"])
+    assert len(first) == TOOL.NUM_FIRST_STEPS
+    first[2]["loss"] *= 1 + 5e-5
+    assert changed(elsewhere=True, first_steps=first) == []
+    (line,) = changed(first_steps=first)
+    assert line.startswith("step 3 (sft): loss was")
+    first[2]["loss"] *= 1 + 2e-4
+    (line,) = changed(elsewhere=True, first_steps=first)
+    assert line.startswith("beginner, step 3 (sft): loss was")
