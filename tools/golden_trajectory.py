@@ -4,7 +4,8 @@
 It makes the quickstart's model and data in a scratch directory, trains a beginner, and runs tests/golden/recipe.yaml
 from it through the command line: 12 SFT steps, then 8 RL iterations with a real engine. Where processor and libraries
 are those of the kept trajectory, every number must be the same bit for bit; elsewhere sums are rounded in another
-order: the beginner's first steps are compared within rounding, the rest within what training makes of it. Exit code 0: the same, 1: not.
+order: the beginner's first steps are compared within rounding, the rest within what training makes of it. Exit
+code 0: the same, 1: not.
 
 --update keeps the trajectory of this run. Do so only for a change that is meant to change numbers, and say why in the
 commit.
@@ -208,7 +209,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--run-dir", type=Path, metavar="DIR", help="compare this finished run instead of a new one"
     )
     parser.add_argument(
-        "--start", type=Path, metavar="DIR", help="the model that --run-dir began from, in the run directory of its own training"
+        "--start",
+        type=Path,
+        metavar="DIR",
+        help="the model that --run-dir began from, in the run directory of its own training",
     )
     args = parser.parse_args(argv)
     if (args.run_dir is None) != (args.start is None):
