@@ -343,6 +343,8 @@ class EngineServer:
     def _forget_prefixes(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise EngineError("the prefix cache could not be reset: requests are still running")
+        # a block is read to its end, and where weights were not finite, what is left there makes others NaN too
+        self._llm.collective_rpc(_clear_kv_cache)
 
     def _raise_worker_errors(self) -> None:
         if errors := [error for error in self._llm.collective_rpc(_outcome) if error is not None]:
@@ -365,6 +367,11 @@ def _prompt_scores(rows: Any, tokens: list[int], temperature: float) -> list[flo
 def _outcome(worker: Any) -> str | None:
     outcome: str | None = worker.weight_transfer_engine.outcome()
     return outcome
+
+
+def _clear_kv_cache(worker: Any) -> None:
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
 
 
 def _versions() -> str:
