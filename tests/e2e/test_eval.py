@@ -23,6 +23,8 @@ from tests.helpers.processes import ended, mark_of, processes_of, wait_for
 from tests.helpers.quickstart import ROOT, lines, run_environment, train
 
 SET = "heldout"
+# other tests export into the same place
+EXPORT = "runs/evaluated_export"
 SAMPLES, TOKENS, PROMPT_TOKENS, PROMPTS = 4, 96, 64, 24
 RECIPE = f"""
 name: evaluated
@@ -105,7 +107,7 @@ def test_eval_of_the_exported_checkpoint_is_the_evaluation_that_the_run_made(
     assert done.returncode == 0, done.stderr[-3000:]
     before, inline = lines(run_dir, "eval.jsonl")
 
-    done = run(place, str(ROOT / "tools" / "convert_checkpoint.py"), "export", str(run_dir), "exported")
+    done = run(place, str(ROOT / "tools" / "convert_checkpoint.py"), "export", str(run_dir), EXPORT)
     assert done.returncode == 0, done.stderr[-3000:]
     options = (
         f"--n {SAMPLES} --pass-at 1,2 --temperature 0.8 --top-p 0.95 --top-k 20 --seed 3 --limit {PROMPTS}"
@@ -114,7 +116,7 @@ def test_eval_of_the_exported_checkpoint_is_the_evaluation_that_the_run_made(
     data = f"{SET}={place / 'data' / 'quickstart' / 'heldout.jsonl'}"
     outputs = ("--out", "eval.json", "--samples-out", "samples.jsonl", "--data", data)
     code, output, errors = eval_with_a_killed_engine(
-        place, "--model", "exported", *outputs, *options.split(), *limits.split()
+        place, "--model", EXPORT, *outputs, *options.split(), *limits.split()
     )
     assert code == 0, errors[-3000:]
     assert "died (signal SIGKILL)" in errors and "started again" in errors, errors[-3000:]
