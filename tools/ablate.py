@@ -8,8 +8,10 @@ short goes on with --resume, so the same command continues an interrupted experi
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -196,7 +198,7 @@ def table(arms: Sequence[Arm], *, measure: str) -> str:
 
 
 def write_results(out: Path, experiment: Experiment, arms: Sequence[Arm]) -> str:
-    """Write results.json, table.md and curves.html below `out`; the table."""
+    """Write results.json, table.md and curves.svg below `out`; the table."""
     text = table(arms, measure=experiment.measure)
     results: dict[str, Any] = {
         arm.name: {"overrides": list(arm.overrides), "curves": {str(s): c for s, c in arm.curves.items()}}
@@ -206,9 +208,25 @@ def write_results(out: Path, experiment: Experiment, arms: Sequence[Arm]) -> str
         out / "results.json", to_json({"measure": experiment.measure, "arms": results}, indent=2)
     )
     write_atomically(out / "table.md", (text + "\n").encode())
-    chart = line_chart({arm.name: arm.mean_curve() for arm in arms})
-    write_atomically(out / "curves.html", f"<!doctype html><meta charset=utf-8>{chart}".encode())
+    write_atomically(out / "curves.svg", picture({arm.name: arm.mean_curve() for arm in arms}).encode())
     return text
+
+
+def picture(curves: Mapping[str, Curve]) -> str:
+    """The curves as an SVG file of its own, names beneath in the colour of their line."""
+    chart = line_chart(curves).partition("</svg>")[0]
+    colours = re.findall(r'<polyline [^>]*stroke="(#\w+)"', chart)
+    height = int(re.findall(r'height="(\d+)"', chart)[0])
+    names = "".join(
+        f'<text x="58" y="{height + 14 * (line + 1)}" fill="{colour}">{html.escape(name)}</text>'
+        for line, (name, colour) in enumerate(zip(curves, colours, strict=True))
+    )
+    grown = height + 14 * len(curves) + 6
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 420 {grown}" width="420" height="{grown}" '
+        'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
+    )
+    return f"{head}{chart.partition('>')[2]}{names}</svg>\n"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

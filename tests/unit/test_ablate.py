@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -83,7 +84,10 @@ def test_finished_runs_become_a_table_over_seeds(tool: ModuleType, place: Path, 
     assert "| gppo | 0.700 | 0.500 | 0.600 | 0.100 | +0.200 |" in capsys.readouterr().out
     results = json.loads((place / "out" / "results.json").read_text())
     assert results["arms"]["grpo"]["curves"]["2"] == [[0.0, 0.4], [6.0, 0.5]]
-    assert "<polyline" in (place / "out" / "curves.html").read_text()
+    picture = ElementTree.parse(place / "out" / "curves.svg").getroot()
+    drawn = [node.get("stroke") for node in picture if node.tag.endswith("polyline")]
+    named = {node.text: node.get("fill") for node in picture if node.tag.endswith("text") and node.get("fill")}
+    assert named == dict(zip(("gppo", "grpo"), drawn, strict=True))
 
 
 def test_a_run_of_other_overrides_is_not_taken_for_a_finished_one(
