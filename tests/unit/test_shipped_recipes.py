@@ -157,6 +157,6 @@ def test_every_arm_of_an_ablation_passes_check(file: Path, tmp_path: Path, monke
     experiment = parse_document(file.read_text(), source=str(file)).data
     monkeypatch.chdir(tmp_path)
     path = ROOT / experiment["recipe"]
-    lay_out(load_recipe(path).recipe, tmp_path)
+    lay_out(load_recipe(path, experiment["common"]).recipe, tmp_path)
     for overrides in experiment["arms"].values():
         check_recipe(load_recipe(path, [*experiment["common"], *overrides]), world_size=1)
