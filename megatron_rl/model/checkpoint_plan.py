@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,7 +33,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rl.errors import CheckpointError
 from megatron_rl.model.boxes import tiles
-from megatron_rl.model.checkpoint_shards import Owned
+
+if TYPE_CHECKING:
+    # stands on megatron-core, which a conversion does without
+    from megatron_rl.model.checkpoint_shards import Owned
 
 METADATA_FILE = ".metadata"
 _ALIGNMENT = 64  # of archives in a file, so that elements can be copied as their dtype

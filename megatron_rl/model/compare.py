@@ -18,8 +18,12 @@ from megatron_rl.model.hf_tables import hf_tensors
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.model.tensor_files import Scratch
 
-# spelled differently by transformers 4 and 5, so compared by meaning: as dtypes of tensors, and as ModelSpec
-_SPELLINGS = {"dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "transformers_version"}
+# compared by meaning, as dtypes of tensors and as ModelSpec: what transformers 4 and 5 spell differently, and the
+# positions, which `model.max_positions` of a run's recipe states in place of its config.json
+_BY_MEANING = {
+    *("dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "transformers_version"),
+    "max_position_embeddings",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,12 +137,16 @@ def _compare_configs(a: OpenModel, b: OpenModel) -> Iterator[str]:
 
 
 def _numbers(spec: ModelSpec) -> dict[str, Any]:
-    return {"rope_theta": spec.rope_theta, "rope_scaling": str(spec.rope_scaling)}
+    return {
+        "max_position_embeddings": spec.max_positions,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": str(spec.rope_scaling),
+    }
 
 
 def _config(hf_files: Path) -> dict[str, Any]:
     config = json.loads((hf_files / CONFIG_FILE).read_text(encoding="utf-8"))
-    return {key: value for key, value in config.items() if key not in _SPELLINGS}
+    return {key: value for key, value in config.items() if key not in _BY_MEANING}
 
 
 def _differing_keys(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,6 +209,26 @@ def test_rotary_settings_survive_in_both_spellings(models: Path, tmp_path: Path,
     assert {k: v for k, v in written.items() if k not in rope_keys} == {
         k: v for k, v in original.items() if k not in rope_keys
     }
+
+
+def test_positions_that_a_recipe_states_are_those_of_the_export_and_no_difference(
+    models: Path, tmp_path: Path
+) -> None:
+    import_hf(models / "qwen2", tmp_path / "imported")
+    with open_model(tmp_path / "imported") as model, open_model(models / "qwen2") as source:
+        stated = dataclasses.replace(model.spec, max_positions=model.spec.max_positions + 128)
+        longer = dataclasses.replace(model, spec=stated)
+        export_hf(longer, tmp_path / "out")
+        with open_model(tmp_path / "out") as exported:
+            assert compare_models(longer, exported).is_same()
+            (difference,) = compare_models(source, exported).config
+    assert difference.startswith("max_position_embeddings: ")
+
+
+def test_converting_does_without_megatron_core() -> None:
+    code = "import sys, tools.convert_checkpoint; print(sorted(n for n in sys.modules if n.startswith('megatron.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
 def test_a_config_that_needs_no_change_stays_as_it_is(hf: Path, tmp_path: Path) -> None:
