@@ -124,8 +124,10 @@ def prepare(options: Options, out: Path, *, grader: Reward, measure: Measure | N
             rates = measure(_spooled(files.path("spool.jsonl"), entries)) if measure is not None else {}
             chosen = _selected(options, report, entries, rates, dropped)
         if not chosen:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(report.reasons().items()))
             raise DataError(
-                f"no problem is left of {sum(report.num_rows.values())} rows: {dict(report.reasons())}"
+                f"no problem is left of {sum(report.num_rows.values())} rows (dropped: {reasons}); "
+                "`megatron-rl data FILE` shows what is read, megatron_rl/data/README.md what the reasons mean"
             )
         _write(options, report, files, chosen, rates)
         report.contaminated_by, report.common_runs = dict(index.hits), dict(index.common_runs.most_common(10))

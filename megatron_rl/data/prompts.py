@@ -25,6 +25,11 @@ Render = Callable[[Sequence[Message]], Sequence[int]]
 
 _AS_RECOGNISED = DatasetConfig()
 
+NAME_COLUMNS = (
+    "a row needs `prompt` with `reward_model.ground_truth`, or `problem`/`question` with `answer`/`final_answer`; "
+    "else name its columns in the recipe: dataset.prompt and dataset.answer"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSet:
@@ -86,9 +91,7 @@ def load_prompts(
     if not kept:
         raise DataError(
             f"{path}: no prompt is left of {sum(dropped.values())} rows{_reasons(dropped, renamed)}; "
-            f"max_prompt_tokens is {max_prompt_tokens}, and a row needs `prompt` with "
-            "`reward_model.ground_truth`, or `problem`/`question` with `answer`/`final_answer`; "
-            "`megatron-rl data FILE` shows what is read"
+            f"{_advice(dropped, dataset, max_prompt_tokens)}`megatron-rl data FILE` shows what is read"
         )
     if dataset.difficulty is not None and all(prompt.difficulty is None for prompt in kept):
         raise DataError(
@@ -98,6 +101,20 @@ def load_prompts(
     return PromptSet(
         prompts=tuple(kept), token_ids=token_ids, dropped=dict(dropped), renamed=renamed, truncated=truncated
     )
+
+
+def _advice(dropped: Mapping[str, int], dataset: DatasetConfig, max_prompt_tokens: int) -> str:
+    """What helps against the reasons at hand, each followed by a semicolon."""
+    advice = ""
+    if dropped.get("too_long"):
+        advice += f"raise max_prompt_tokens = {max_prompt_tokens} or cut prompts (prompt_truncation: left); "
+    if dropped.get("no_prompt") or dropped.get("no_answer"):
+        named = [f"dataset.{key} = {name}" for key in ("prompt", "answer") if (name := getattr(dataset, key))]
+        if named:
+            advice += f"{' and '.join(named)} must be columns of the file; "
+        else:
+            advice += f"{NAME_COLUMNS}; "
+    return advice
 
 
 def stage_options(stage: RlStage, *, is_eval: bool = False) -> dict[str, Any]:

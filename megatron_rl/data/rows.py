@@ -159,7 +159,8 @@ def _lines_rows(file: Path) -> Iterator[Row]:
             continue
         total += 1
         try:
-            row = json.loads(line)
+            # without its end, behind which an error of a row cut short would stand
+            row = json.loads(line.rstrip(b"\r\n"))
         except json.JSONDecodeError as error:
             broken.append(f"{file}:{number}: broken JSON at column {error.colno}: {error.msg}")
         except UnicodeDecodeError as error:

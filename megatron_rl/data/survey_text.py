@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megatron_rl.data.prompts import NAME_COLUMNS
 from megatron_rl.data.survey import Shown, Survey
 
 OPEN, CLOSE = "⟦", "⟧"  # around what is trained on
@@ -42,6 +43,8 @@ def _lines(survey: Survey, colour: bool) -> Iterator[str]:
         yield f"  tokens      {shares}"
     else:
         yield "  tokens      unknown; give --tokenizer HF_DIR or --recipe RECIPE"
+    if not survey.kept and survey.kind == "prompts" and {"no_prompt", "no_answer"} & set(survey.dropped):
+        yield f"  nothing is left: {NAME_COLUMNS}"
     yield from _bars(survey.difficulty)
     for number, shown in enumerate(survey.shown, start=1):
         yield from _example(number, shown, colour)

@@ -75,9 +75,10 @@ def check_complete(name: str, path: str, prompts: PromptSet) -> None:
     lost = {reason: count for reason, count in prompts.dropped.items() if count and reason != _COPY}
     if lost or not prompts.prompts:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(lost.items()))
+        longer = "raise --max-prompt-tokens (too_long), " if "too_long" in lost else ""
         raise DataError(
             f"{name}: {sum(lost.values())} of {prompts.num_rows} rows of {path} cannot be evaluated ({reasons}), which "
-            f"would make it another benchmark; too_long: raise --max-prompt-tokens; else mend the file, or give "
+            f"would make it another benchmark; {longer}mend the file (`megatron-rl data FILE` names the rows), or give "
             f"--skip-unusable to evaluate the rest"
         )
 

@@ -78,5 +78,5 @@ def _refusal(node: Any, key: str, bare: Any, where: str) -> str | None:
     if not isinstance(node, dict):
         return f"{where} is {show(node)}, which has no keys"
     if dataclasses.is_dataclass(bare) and key not in shape.field_types(bare):  # type: ignore[arg-type]
-        return unknown_key(key, shape.field_types(bare))  # type: ignore[arg-type]
+        return unknown_key(key, bare)  # type: ignore[arg-type]
     return None

@@ -61,15 +61,19 @@ def show(value: Any) -> str:
     return repr(value)
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
-    known = list(known)
+def unknown_key(key: str, config: type) -> str:
+    """What to write instead: the same key one level down, a key here that looks like it, or all that are here."""
+    known = shape.field_types(config)
+    below = [f"{name}.{key}" for name, annotation in known.items() if key in shape.keys_of(annotation)]
+    if below:
+        return f"unknown key; did you mean {' or '.join(map(repr, below))}?"
     return f"unknown key{did_you_mean(key, known) or '; known here: ' + ', '.join(known)}"
 
 
 def _explain(kind: str, path: tuple[str, ...], raw: Any, data: Any, schema: Any) -> str:
     if kind == "unexpected_keyword_argument":
         parent = shape.narrow(shape.at(schema, data, path[:-1]), _value(data, path[:-1]))
-        return unknown_key(path[-1], shape.field_types(parent))
+        return unknown_key(path[-1], parent)
     annotation = shape.at(schema, data, path)
     if kind == "missing":
         return f"missing, must be {shape.allowed(annotation)}"

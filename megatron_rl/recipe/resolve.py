@@ -184,7 +184,10 @@ def _eval_name_problems(recipe: Recipe) -> Iterator[Problem]:
 def _missing(dotted: str, path: Path, what: str) -> Problem:
     if path.is_absolute():
         return Problem(dotted, f"no {what} {path}")
-    return Problem(dotted, f"no {what} {path} in {Path.cwd()}; relative paths start at the current directory")
+    more = "; models are read from disk, nothing is downloaded" if what == "directory" else ""
+    return Problem(
+        dotted, f"no {what} {path} in {Path.cwd()}; relative paths start at the current directory{more}"
+    )
 
 
 def _split_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:

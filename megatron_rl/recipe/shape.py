@@ -33,6 +33,15 @@ def stage_kinds(member: Any) -> tuple[Any, ...]:
     return get_args(field_types(member)["kind"])
 
 
+def keys_of(schema: Any) -> frozenset[str]:
+    """Keys that a mapping of this type may hold, of every `kind`; none for what is no mapping with fixed keys."""
+    if get_origin(schema) is Annotated:
+        return keys_of(get_args(schema)[0])
+    if get_origin(schema) in (Union, types.UnionType):
+        return frozenset().union(*map(keys_of, get_args(schema)))
+    return frozenset(field_types(schema)) if dataclasses.is_dataclass(schema) else frozenset()  # type: ignore[arg-type]
+
+
 def child(schema: Any, key: str) -> Any:
     """Type below a narrowed type; None when nothing may stand there."""
     if dataclasses.is_dataclass(schema):

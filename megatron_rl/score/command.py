@@ -75,12 +75,15 @@ def _read_case(line: bytes, read: Callable[[dict[str, Any]], Any]) -> Case:
         raise BadCase(f"not JSON ({error}); need one object a line") from None
     if not isinstance(row, dict):
         raise BadCase(f"got {type(row).__name__}, need an object with `id` and `response`")
-    identity = row.get("id")
+    absent = [f"`{key}`" for key in ("id", "response") if key not in row]
+    if absent:
+        raise BadCase(f"no {' and no '.join(absent)}; need an object with `id` and `response`")
+    identity = row["id"]
     if isinstance(identity, bool) or not isinstance(identity, str | int):
         raise BadCase(f"`id` is {json.dumps(identity)[:80]}, need a string or a whole number")
-    if not isinstance(row.get("response"), str):
+    if not isinstance(row["response"], str):
         raise BadCase(
-            f"`response` is {json.dumps(row.get('response'))[:80]}, need what the model wrote as a string"
+            f"`response` is {json.dumps(row['response'])[:80]}, need what the model wrote as a string"
         )
     expected = row.get("expected")
     # true and false are 1 and 0

@@ -56,6 +56,13 @@ def test_every_row_of_a_prompt_file_is_kept_or_counted_with_its_number(tmp_path,
     assert found["tokens"] == {}
 
 
+def test_a_file_of_which_nothing_is_kept_is_told_how_columns_are_named(tmp_path, capsys):
+    assert main(["data", _file(tmp_path, [{"frage": "1+1", "antwort": "2"}])]) == 0
+    assert "nothing is left: a row needs" in capsys.readouterr().out
+    assert main(["data", _file(tmp_path, PROMPTS)]) == 0
+    assert "nothing is left" not in capsys.readouterr().out
+
+
 def test_with_a_tokenizer_prompts_are_rendered_and_long_ones_counted(tmp_path, capsys, model):
     (found,) = _json(capsys, _file(tmp_path, PROMPTS), "--tokenizer", str(model), "--max-tokens", "25")
     assert (found["kept"], found["dropped"]["too_long"]) == (2, 1)

@@ -197,7 +197,7 @@ def test_sources_of_one_name_are_told_apart_by_their_paths(tmp_path, grader):
 @pytest.mark.parametrize(
     ("rows", "against", "match"),
     [
-        ([{"problem": "?", "answer": ""}], [], "no problem is left of 1 rows: {'no_answer': 1}"),
+        ([{"problem": "?", "answer": ""}], [], r"no problem is left of 1 rows \(dropped: no_answer 1\)"),
         (FIRST[:1], [{"text": "?"}], r"eval\.jsonl: no evaluation problem can be read"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.data.prompts import load_prompts, prompts_from_rows
 from megatron_rl.errors import DataError
+from megatron_rl.recipe.dataset import DatasetConfig
 
 
 def _one(row):
@@ -16,13 +17,14 @@ def _one(row):
     return prompts[0]
 
 
-def _load(tmp_path, rows, max_prompt_tokens=100):
+def _load(tmp_path, rows, max_prompt_tokens=100, **options):
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
     return load_prompts(
         file,
         render=lambda messages: list(messages[-1]["content"].encode()),
         max_prompt_tokens=max_prompt_tokens,
+        **options,
     )
 
 
@@ -144,6 +146,24 @@ def test_no_prompt_left_is_an_error_with_the_counts(tmp_path):
     rows = [{"problem": "long", "answer": "1"}, {"problem": "x", "answer": ""}, {"text": "?"}]
     with pytest.raises(DataError, match=r"of 3 rows \(dropped: no_answer 1, no_prompt 1, too_long 1\)"):
         _load(tmp_path, rows, max_prompt_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("row", "dataset", "advice"),
+    [
+        ({"problem": "long", "answer": "1"}, DatasetConfig(),
+         "left of 1 rows (dropped: too_long 1); raise max_prompt_tokens = 2 or cut prompts"),
+        ({"text": "?"}, DatasetConfig(), "no_prompt 1); a row needs `prompt` with"),
+        ({"problem": "x"}, DatasetConfig(), "no_answer 1); a row needs `prompt` with"),
+        ({"text": "?"}, DatasetConfig(prompt="txet", answer="gold"),
+         "no_prompt 1); dataset.prompt = txet and dataset.answer = gold must be columns of the file; "),
+    ],
+)  # fmt: skip
+def test_no_prompt_left_says_what_helps_against_the_reasons_at_hand(tmp_path, row, dataset, advice):
+    with pytest.raises(DataError) as caught:
+        _load(tmp_path, [row], max_prompt_tokens=2, dataset=dataset)
+    assert advice in str(caught.value)
+    assert ("max_prompt_tokens" in str(caught.value)) == ("too_long" in advice)
 
 
 def test_the_digest_of_prompts_tells_everything_that_draws_seeds_and_rewards_depend_on(tmp_path):

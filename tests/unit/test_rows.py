@@ -35,12 +35,12 @@ def test_rows_do_not_depend_on_the_file_format(tmp_path, content, mark, name):
 
 def test_broken_lines_are_listed_together_with_file_and_line(tmp_path):
     file = tmp_path / "x.jsonl"
-    file.write_bytes(b'{"a": 1}\n\n{"a": \n[1]\n{"a": "\xff"}\n{"a": 2}\n')
+    file.write_bytes(b'{"a": 1}\n\n{"a": 1\r\n[1]\n{"a": "\xff"}\n{"a": 2}\n')
     with pytest.raises(DataError) as caught:
         read_rows(file)
     text = str(caught.value)
     assert "3 of 5 rows are broken" in text
-    assert f"{file}:3: broken JSON at column" in text
+    assert f"{file}:3: broken JSON at column 8: " in text
     assert f"{file}:4: got an array, need a JSON object" in text
     assert f"{file}:5: not UTF-8" in text
 

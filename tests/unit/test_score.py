@@ -60,9 +60,11 @@ def test_the_output_file_is_replaced_as_a_whole(cases, tmp_path, capsys):
     [
         ("{", "not JSON"),
         ("[1]", "got list, need an object"),
-        ('{"gold": "5", "response": "x"}', "`id` is null"),
+        ('{"gold": "5", "response": "x"}', "no `id`; need an object with `id` and `response`"),
+        ('{"gold": "5"}', "no `id` and no `response`"),
+        ('{"id": null, "gold": "5", "response": "x"}', "`id` is null"),
         ('{"id": true, "gold": "5", "response": "x"}', "`id` is true"),
-        ('{"id": 1, "gold": "5"}', "`response` is null"),
+        ('{"id": 1, "gold": "5"}', "no `response`"),
         ('{"id": 1, "gold": "5", "response": 5}', "`response` is 5"),
         ('{"id": 1, "response": "x"}', "no `gold`"),
         ('{"id": 1, "gold": "5", "response": "x", "expected": 2}', "`expected` is 2"),
