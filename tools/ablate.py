@@ -144,7 +144,8 @@ def _run(experiment: Experiment, run_dir: Path, name: str, *, seed: int, timeout
                 f"{run_dir}: holds a run of {kept['asked']}, but {asked} is asked for; give another --out"
             )
         return [(float(step), float(value)) for step, value in kept["curve"]]
-    resume = ["--resume"] * (run_dir / "metrics.jsonl").is_file()
+    # also before its first step a run leaves files
+    resume = ["--resume"] * (run_dir.is_dir() and any(run_dir.iterdir()))
     command = [sys.executable, "-m", "megatron_rl", "train", experiment.recipe, "--run-dir", str(run_dir)]
     log = run_dir.with_name(f"{run_dir.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
