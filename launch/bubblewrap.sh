@@ -14,11 +14,11 @@ elif [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
 fi
 
 get() {
-    DEBIAN_FRONTEND=noninteractive timeout 120 apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 "$@" \
-        >/dev/null 2>&1 </dev/null
+    said=$(DEBIAN_FRONTEND=noninteractive timeout 120 apt-get -qq -o Acquire::Retries=1 \
+        -o Acquire::http::Timeout=20 "$@" 2>&1 </dev/null)
 }
 # package lists may be missing on a fresh machine, and fetching them is the slow part
 get install -y --no-install-recommends bubblewrap && exit 0
 get update && get install -y --no-install-recommends bubblewrap && exit 0
 mkdir -p .venv
-echo "$hint" | tee .venv/no-bubblewrap
+echo "$hint (tried; apt-get said: ${said##*$'\n'})" | tee .venv/no-bubblewrap

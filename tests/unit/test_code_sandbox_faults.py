@@ -18,6 +18,7 @@ from megatron_rl.rewards.protocol import RewardInput
 from megatron_rl.rewards.sandbox.client import Sandbox, Settings
 from megatron_rl.rewards.sandbox.jobs import Job, JobKind, Limits, Status
 from megatron_rl.rewards.sandbox.processes import processes_of
+from tests.helpers.readable import make_reachable
 
 FIRST_UID = 62000  # a range of our own
 UIDS = set(range(FIRST_UID, FIRST_UID + 384))
@@ -173,9 +174,8 @@ def test_without_bubblewrap_no_program_runs(monkeypatch):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="running without bubblewrap is refused where we are not root")
 def test_programs_run_without_bubblewrap_where_somebody_asks_for_it_by_name(monkeypatch, tmp_path):
+    make_reachable(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for folder in [tmp_path, *tmp_path.parents[:3]]:
-        folder.chmod(0o755)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("PATH", "/usr/bin/../bin/nowhere")
     reward = CodeTests(SandboxConfig(first_uid=FIRST_UID, allow_weak=True))

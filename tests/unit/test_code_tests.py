@@ -13,6 +13,7 @@ from megatron_rl.rewards.code_tests import CodeTests, TestResult, TestVerdict, c
 from megatron_rl.rewards.protocol import RewardInput
 from megatron_rl.rewards.sandbox.processes import processes_of
 from tests.helpers.code_cases import CASES
+from tests.helpers.readable import make_reachable
 
 # the tests of other projects on this machine may run at the same time: a range of our own
 FIRST_UID = 61000
@@ -38,8 +39,8 @@ def grader():
 def graded(grader, tmp_path_factory):
     """Grades of all cases by name, with a canary to read, one to write, and a port to reach."""
     folder = tmp_path_factory.mktemp("canary")
-    for path in (folder, *folder.parents[:3]):
-        path.chmod(0o777 if path == folder else 0o755)
+    make_reachable(folder)
+    folder.chmod(0o777)
     (folder / "file").write_text("canary")
     with socket.create_server(("127.0.0.1", 0)) as server:
         known = {

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from tests.helpers.checkpoints import (
 )
 from tests.helpers.full_disk import files_limited_to
 from tests.helpers.models import make_tiny_hf
+from tests.helpers.readable import make_reachable
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -423,9 +423,7 @@ def test_a_directory_that_may_not_be_written_is_one_error(
     closed.mkdir(0o555)
     for path in (*hf.rglob("*"), *checkpoint.rglob("*")):
         path.chmod(0o755)
-    ours = [path for path in tmp_path.parents if path.is_relative_to(tempfile.gettempdir())][:-1]
-    for directory in (tmp_path, *ours):
-        directory.chmod(0o755)
+    make_reachable(tmp_path)
     source = hf if direction == "import" else checkpoint
 
     def act() -> int:
