@@ -21,7 +21,7 @@ DROPPED = {
     "$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\left", "\\right", "\\displaystyle", "\\limits", "\\big",
     "\\Big", "\\bigl", "\\bigr", "\\Bigl", "\\Bigr", "€", "£", "¥", "\\pounds", "\\bf", "\\rm",
     "\\it", "¢", "₹", "\\cent",
-    "\\therefore", "\\checkmark", "\\underline", "\\ensuremath", "\\mathstrut", "\\strut",
+    "\\textdollar", "\\therefore", "\\checkmark", "\\underline", "\\ensuremath", "\\mathstrut", "\\strut",
 }  # fmt: skip
 SPACES = {"\\,", "\\!", "\\;", "\\:", "\\ ", "~", "\\quad", "\\qquad"}
 SAME = {
@@ -34,22 +34,25 @@ SAME = {
     "\\varnothing": "\\emptyset", "\\degree": "°", "\\backslash": "\\setminus", "\\infin": "\\infty",
     "\\lor": "or",
     "<=": "\\leq", ">=": "\\geq", "\\lbrack": "[", "\\rbrack": "]", "\\leqq": "\\leq", "\\geqq": "\\geq",
-    "\\operatorname": "\\mathrm",
+    "\\operatorname": "\\mathrm", "\\colon": ":",
 }  # fmt: skip
 _UNICODE = {
     "−": "-", "–": "-", "—": "-", "×": "\\cdot ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "≤": "\\leq ",  # noqa: RUF001
     "≥": "\\geq ", "≠": "\\neq ", "∞": "\\infty ", "π": "\\pi ", "√": "\\sqrt ", "∪": "\\cup ", "∩": "\\cap ",  # noqa: RUF001
     "∕": "/", "⁄": "/",  # noqa: RUF001
     "∅": "\\emptyset ", "±": "\\pm ", "、": ",", "，": ",", "。": ".", "∈": "\\in ", "ℝ": "\\mathbb{R}",  # noqa: RUF001
-    "²": "^{2}", "³": "^{3}", "⁴": "^{4}", "⁵": "^{5}", "⁶": "^{6}", "⁷": "^{7}", "⁸": "^{8}", "⁹": "^{9}",
     "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "θ": "\\theta ", "\u3000": " ", "º": "°",
     "⅓": "\\frac{1}{3}", "⅔": "\\frac{2}{3}", "⅕": "\\frac{1}{5}", "⅖": "\\frac{2}{5}", "⅗": "\\frac{3}{5}",
     "⅘": "\\frac{4}{5}", "⅙": "\\frac{1}{6}", "⅚": "\\frac{5}{6}", "⅛": "\\frac{1}{8}", "⅜": "\\frac{3}{8}",
-    "⅝": "\\frac{5}{8}", "⅞": "\\frac{7}{8}", "⁰": "^{0}", "¹": "^{1}", "ⁿ": "^{n}", 
+    "⅝": "\\frac{5}{8}", "⅞": "\\frac{7}{8}",
+    "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "或": " or ", "和": " and ", "与": " and ",
     # no width, or a width that says nothing
     "\u200b": "", "\u200c": "", "\u200d": "", "\u2060": "", "\ufeff": "", "\u00a0": " ", "\u2009": " ",
     "\u202f": " ", "\u2002": " ", "\u2003": " ",
 }  # fmt: skip
+RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
+LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+RAISED_TABLE = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉", "0123456789+-n0123456789")
 _FULL_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
 UNICODE_TABLE = str.maketrans(_FULL_WIDTH | _UNICODE)
 UNITS = {
@@ -77,12 +80,20 @@ NOT_UNITS = {
     "and", "or", "not", "no", "none", "to", "plus", "minus", "times", "over", "negative", "less", "more", "than",
     "mod", "modulo", "squared", "cubed", "half", "halves", "third", "thirds", "quarter", "quarters", "zero", "one",
     "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "if", "maybe",
-    "nan", "infinity", "divided", "choose", "factorial", "pi",
+    "nan", "infinity", "divided", "choose", "factorial", "pi", "am", "pm",
 }  # fmt: skip
 CHOICE_WORDS = {"Option", "option", "Choice", "choice", "Answer", "answer"}
+# of a day: one of two values where both sides say it
+HALF_DAYS = {"am": "am", "a.m": "am", "a.m.": "am", "pm": "pm", "p.m": "pm", "p.m.": "pm"}
+# space behind the end of a row: \\[4pt]
+LENGTH_UNITS = {"pt", "em", "ex", "mm", "cm"}
+GREEK = {
+    "\\alpha", "\\beta", "\\gamma", "\\delta", "\\epsilon", "\\varepsilon", "\\theta", "\\lambda", "\\mu", "\\rho",
+    "\\sigma", "\\tau", "\\phi", "\\varphi", "\\omega", "\\Delta", "\\Gamma", "\\Omega", "\\Phi",
+}  # fmt: skip
 ORDINALS = {"st", "nd", "rd", "th"}
 MULTIPLIERS = {"dozen": "12", "hundred": "100", "thousand": "1000", "million": "1000000", "billion": "1000000000",
-    "trillion": "1000000000000",
+    "trillion": "1000000000000", "万": "10000", "亿": "100000000",
 }  # fmt: skip
 CHINESE_UNITS = {
     "个", "只", "本", "元", "角", "分", "天", "人", "次", "种", "米", "厘米", "千米", "公里", "平方米", "平方厘米",

@@ -21,6 +21,9 @@ from megatron_rl.rewards.protocol import Grade, RewardInput
 from megatron_rl.rewards.rational import read_number
 from megatron_rl.rewards.spelling import spell, tokens, without_label
 
+# commands that are no answer without what stands beside them
+_SAY_NOTHING = {"\\frac", "\\sqrt", "\\binom", "\\overline", "\\ldots", "\\cdot", "\\pm", "\\quad"}
+_PLACEHOLDERS = {"nan", "null", "n/a"}  # what tables write where they have no value
 _CACHE_ENTRIES = 100_000
 # a right answer anywhere wins; else a grader's failure outranks "wrong", so that it is seen
 _PRECEDENCE = (Verdict.CORRECT, Verdict.ERROR, Verdict.TIMEOUT, Verdict.BAD_GOLD, Verdict.WRONG)
@@ -163,13 +166,13 @@ def _is_answer(gold: str) -> bool:
             depth += 1 if char == "{" else -1
             if depth < 0:
                 return False
-    if depth != 0:
+    if depth != 0 or gold.strip().casefold() in _PLACEHOLDERS:
         return False
     return len(gold) > MAX_ANSWER_CHARS or any(_says_something(token) for token in tokens(gold))
 
 
 def _says_something(token: str) -> bool:
-    return token.startswith("\\") or any(char.isalnum() for char in token)
+    return token not in _SAY_NOTHING and (token.startswith("\\") or any(char.isalnum() for char in token))
 
 
 def quick_verdict(gold: str, answer: str) -> Verdict | None:

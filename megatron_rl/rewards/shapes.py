@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.rewards.lexicon import GREEK
 from megatron_rl.rewards.rational import read_number
 from megatron_rl.rewards.spelling import unwrap
 from megatron_rl.rewards.units import closing, is_text, strip_units
 
 _MATRICES = {f"{{{kind}matrix}}" for kind in ("", "p", "b", "v", "B", "V", "small")} | {"{array}"}
 _RELATIONS = {"<", ">", "\\leq", "\\geq", "\\neq"}
-_NAME_SIGNS = {"_", "{", "}", "(", ")", ",", "'", "\\theta", "\\overline", "\\alpha", "\\beta", "\\lambda"}
+_NAME_SIGNS = {"_", "{", "}", "(", ")", ",", "'", "\\overline", "\\overrightarrow", "\\vec", "\\cap"} | GREEK
 _FIGURES = {"\\angle", "\\triangle"}
+_LINES = {"\\overline", "\\overrightarrow", "\\vec"}
+_INVERSE = ["^", "{", "-", "1", "}"]
 _OR = {"or", "\\text{or}"}
 _MAX_DEPTH = 12
 
@@ -88,12 +91,19 @@ def read_shape(found: list[str], depth: int = 0) -> Shape:
     matrix = _read_matrix(found, depth)
     if matrix is not None:
         return matrix
+    if len(found) > 2 and (found[0], found[-1]) in {("(", ")"), ("[", "]")}:
+        matrix = _read_matrix(found[1:-1], depth)
+        if matrix is not None:
+            return matrix
+    multiple = _read_multiple(found, depth)
+    if multiple is not None:
+        return multiple
     either = [piece for piece in split(found, _OR) if piece]
     if len(either) > 1 and all(_is_relation(piece) for piece in either):
         return Union(tuple(read_shape(piece, depth + 1) for piece in either))
     pieces = split(found, {",", ";", "and", "\\text{and}", *_OR})
     if len(pieces) > 1 and pieces[0] and any(pieces):
-        return Unordered(_flat([read_shape(piece, depth + 1) for piece in pieces if piece]))
+        return Unordered(_flat(pieces, depth))
     if len(parts := split(found, {"\\cup"})) > 1:
         return Union(tuple(read_shape(part, depth + 1) for part in parts))
     bracketed = _read_bracketed(found, depth)
@@ -121,11 +131,13 @@ def split(found: list[str], separators: set[str]) -> list[list[str]]:
     return pieces
 
 
-def _flat(items: list[Shape]) -> tuple[Shape, ...]:
-    """Items with inner `\\pm` pairs spread out: `{1 \\pm a, 2}` has three elements."""
+def _flat(pieces: list[list[str]], depth: int) -> tuple[Shape, ...]:
+    """Items with inner `\\pm` pairs spread out: `{1 \\pm a, 2}` has three elements; a set in a set is one."""
     spread: list[Shape] = []
-    for item in items:
-        spread.extend(item.items if isinstance(item, Unordered) else [item])
+    for piece in filter(None, pieces):
+        item = read_shape(piece, depth + 1)
+        is_pair = isinstance(item, Unordered) and not {"\\{", "\\emptyset"} & {piece[0]}
+        spread.extend(item.items if isinstance(item, Unordered) and is_pair else [item])
     return tuple(spread)
 
 
@@ -140,6 +152,26 @@ def _read_matrix(found: list[str], depth: int) -> Matrix | None:
     return Matrix(tuple(tuple(read_shape(cell, depth + 1) for cell in row) for row in rows))
 
 
+def _read_multiple(found: list[str], depth: int) -> Matrix | None:
+    """A number in front of a matrix, which multiplies each of its elements."""
+    start = next((index for index, token in enumerate(found) if token.startswith("\\begin")), 0)
+    factor = found[:start]
+    if factor[-1:] == ["\\cdot"]:
+        factor.pop()
+    if factor == ["-"]:
+        factor.append("1")
+    matrix = (
+        _read_matrix(found[start:], depth) if factor and read_number(factor or ["1"]) is not None else None
+    )
+    if matrix is None or not all(isinstance(cell, Leaf) for row in matrix.rows for cell in row):
+        return None
+    scaled = [
+        [("(", *factor, ")", "\\cdot", "(", *cell.tokens, ")") for cell in row if isinstance(cell, Leaf)]
+        for row in matrix.rows
+    ]
+    return Matrix(tuple(tuple(Leaf(cell) for cell in row) for row in scaled))
+
+
 def _read_bracketed(found: list[str], depth: int) -> Shape | None:
     if found[0] not in {"(", "[", "\\{"} or closing(found, 0) != len(found) - 1:
         return None
@@ -152,8 +184,12 @@ def _read_bracketed(found: list[str], depth: int) -> Shape | None:
             # of what is a name, the condition says all; 2n for whole n is another matter
             return condition if _name_of(left) else Ordered("{", "}", (Leaf(tuple(builder[0])), condition))
         pieces = split(inside, {",", ";"})
-        return Unordered(_flat([read_shape(piece, depth + 1) for piece in pieces if piece]))
+        return Unordered(_flat(pieces, depth))
     pieces = split(inside, {",", ";"})
+    signs = [piece for piece in pieces if "\\pm" in piece or "\\mp" in piece]
+    if len(pieces) > 1 and signs:
+        both = [[_with_sign(token, upper) for token in found] for upper in (True, False)]
+        return Unordered(tuple(read_shape(one, depth + 1) for one in both))
     if len(pieces) == 1:
         return read_shape(inside, depth + 1) if (found[0], found[-1]) == ("(", ")") else None
     return Ordered(found[0], found[-1], tuple(read_shape(piece, depth + 1) for piece in pieces))
@@ -185,21 +221,28 @@ def _read_statement(found: list[str], depth: int) -> Shape:
     if len(ratio) > 1 and all(ratio):
         return Ordered(":", ":", tuple(read_shape(part, depth + 1) for part in ratio))
     if "\\pm" in found:
-        upper = ["+" if token == "\\pm" else "-" if token == "\\mp" else token for token in found]
-        lower = ["-" if token == "\\pm" else "+" if token == "\\mp" else token for token in found]
-        return Unordered((Leaf(tuple(upper)), Leaf(tuple(lower))))
+        both = [tuple(_with_sign(token, upper) for token in found) for upper in (True, False)]
+        return Unordered(tuple(map(Leaf, both)))
     return Leaf(tuple(found))
+
+
+def _with_sign(token: str, upper: bool) -> str:
+    """`\\pm` and `\\mp` as their upper or lower sign."""
+    return {"\\pm": "+-", "\\mp": "-+"}[token][not upper] if token in {"\\pm", "\\mp"} else token
 
 
 def _name_of(found: list[str]) -> str:
     """`x`, `a_{37}`, `f(x)`, `\\theta` or `(p,q,r)` as one string; nothing for what has a value."""
     if found and found[0] in _FIGURES:
         found = found[1:]
+    if found[1:6] == _INVERSE and found[6:7] == ["("]:
+        found = [found[0], *found[6:]]
+        return name + "^{-1}" if (name := _name_of(found)) else ""
     is_length = len(found) == 3 and found[0] == found[2] == "|" and found[1].isupper() and len(found[1]) == 2
     if is_length or (len(found) == 1 and found[0].startswith("\\text{") and len(found[0]) < 40):
         return "".join(found)
     if not found or not (
-        found[0].isalpha() or found[0] in {"(", "\\theta"} or found[:2] == ["\\overline", "{"]
+        found[0].isalpha() or found[0] in {"(", *GREEK} or (found[0] in _LINES and found[1:2] == ["{"])
     ):
         return ""
     for before, token in zip(["", *found], found, strict=False):

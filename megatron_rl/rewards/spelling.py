@@ -13,7 +13,12 @@ from megatron_rl.rewards.lexicon import (
     DROPPED_WITH_ARGUMENT,
     E_NOTATION,
     FUNCTIONS,
+    HALF_DAYS,
+    LENGTH_UNITS,
     LETTER_COMMANDS,
+    LOWERED,
+    RAISED,
+    RAISED_TABLE,
     SAME,
     SPACES,
     TEXT_COMMANDS,
@@ -26,11 +31,11 @@ from megatron_rl.rewards.units import closing, is_text, strip_units
 
 def tokens(text: str) -> list[str]:
     """Canonical tokens of an answer: differences of spelling gone. `\\text{...}` is one token."""
-    plain = text.translate(UNICODE_TABLE)
+    plain = RAISED.sub(lambda run: "^{" + run[0].translate(RAISED_TABLE) + "}", text)
+    plain = LOWERED.sub(lambda run: "_{" + run[0].translate(RAISED_TABLE) + "}", plain)
+    plain = plain.translate(UNICODE_TABLE)
     if not plain.isascii():
-        plain = "".join(
-            _ascii_digit(char) if char.isdigit() and not char.isascii() else char for char in plain
-        )
+        plain = "".join(char if char.isascii() else _ascii_sign(char) for char in plain)
     plain = E_NOTATION.sub(r"\1\\cdot 10^{\2}", plain)
     raw = [SAME.get(token, token) for token in TOKEN.findall(plain)]
     found = _join_thousands(_gather_texts(_without_layout(raw)))
@@ -41,16 +46,36 @@ def tokens(text: str) -> list[str]:
     if found[:1] == found[-1:] == ["\\cdot"]:
         # **bold**
         found = found[1:-1]
-    return strip_units(unwrap(found))
+    return strip_units(_half_days(_facing_brackets(unwrap(found))))
 
 
-def _ascii_digit(char: str) -> str:
-    """Digits of other scripts as ours, subscripts as such; a circled digit is a word, for no number is read of it."""
+def _half_days(found: list[str]) -> list[str]:
+    """`3 PM`, `3:30 pm` and `3\\text{ p.m.}` with the one token `\\text{pm}` at their end."""
+    num_tokens = 3 if found[-2:-1] == ["."] else 1
+    body, tail = found[:-num_tokens], "".join(found[-num_tokens:])
+    half = HALF_DAYS.get(tail.removeprefix("\\text{").rstrip("}").casefold())
+    is_sure = not tail.isalpha() or tail.isupper() or ":" in body
+    return [*body, f"\\text{{{half}}}"] if half and is_sure and body and body[-1].isdigit() else found
+
+
+def _facing_brackets(found: list[str]) -> list[str]:
+    """`]0, 1[`, the French interval, as `(0, 1)`."""
+    if len(found) < 5 or found[0] not in {"[", "]", "("} or found[-1] not in {"[", "]", ")"}:
+        return found
+    if found[0] != "]" and found[-1] != "[":
+        return found
+    if any(token in {"[", "]"} for token in found[1:-1]):
+        return found
+    return ["(" if found[0] == "]" else found[0], *found[1:-1], ")" if found[-1] == "[" else found[-1]]
+
+
+def _ascii_sign(char: str) -> str:
+    """Digits of other scripts and letters of mathematical fonts as ours; a circled digit is a word, not a number."""
+    if "\U0001d400" <= char <= "\U0001d7ff":
+        return unicodedata.normalize("NFKC", char).translate(UNICODE_TABLE)
     if char.isdecimal():
         return str(unicodedata.decimal(char))
-    if "₀" <= char <= "₉":
-        return f"_{{{unicodedata.digit(char)}}}"
-    return f"\\text{{sign{ord(char):x}}}"
+    return f"\\text{{sign{ord(char):x}}}" if char.isdigit() else char
 
 
 def _without_layout(raw: list[str]) -> list[str]:
@@ -60,8 +85,12 @@ def _without_layout(raw: list[str]) -> list[str]:
     while index < len(raw):
         token = raw[index]
         index += 1
-        if token in DROPPED_WITH_ARGUMENT and raw[index : index + 1] == ["{"]:
-            end = closing(raw, index)
+        if token == "\\\\":
+            behind = index + (raw[index : index + 1] != [] and raw[index].isspace())
+            index = behind + 4 if _is_length(raw[behind : behind + 4]) else index
+            out.append(token)
+        elif token in DROPPED_WITH_ARGUMENT and raw[index : index + 1] == ["{"]:
+            end = _closing_brace(raw, index)
             index = end + 1 if end is not None else index
         elif token == "\\lg":
             out += ["\\log", "_", "{", "10", "}"]
@@ -71,6 +100,16 @@ def _without_layout(raw: list[str]) -> list[str]:
         elif token not in DROPPED:
             out.append(token)
     return out
+
+
+def _is_length(part: list[str]) -> bool:
+    """`[4pt]`, which asks for space between two rows."""
+    return (
+        len(part) == 4
+        and (part[0], part[3]) == ("[", "]")
+        and part[1][0].isdigit()
+        and part[2] in LENGTH_UNITS
+    )
 
 
 def spell(found: list[str]) -> str:
@@ -120,15 +159,37 @@ def _is_choice(token: str) -> bool:
 
 
 def without_label(gold: list[str], answer: list[str]) -> tuple[list[str], list[str]]:
-    """`\\textbf{(C)} 12` as `C` where the other side is a letter, else as `12`."""
+    """`\\textbf{(C)} 12` as `C` where the other side is a letter, else as `12`; `3 pm` as `3` where it says neither."""
+    halves = [_half_day(one) for one in (gold, answer)]
+    if halves.count("") == 1:
+        gold, answer = (one[:-1] if half else one for one, half in zip((gold, answer), halves, strict=True))
     return _one_of(gold, other=answer), _one_of(answer, other=gold)
 
 
+def _half_day(found: list[str]) -> str:
+    return (
+        found[-1].removeprefix("\\text{").rstrip("}")
+        if found[-1:] in (["\\text{am}"], ["\\text{pm}"])
+        else ""
+    )
+
+
 def _one_of(found: list[str], *, other: list[str]) -> list[str]:
-    label = found[0][6:-1].strip("() .") if len(found) > 1 and found[0].startswith("\\text{(") else ""
-    if not _is_choice(label) or found[0] not in {f"\\text{{({label})}}", f"\\text{{({label}).}}"}:
+    label = found[0][6:-1].strip("() .") if len(found) > 1 and found[0].startswith("\\text{") else ""
+    spellings = {f"\\text{{{sign}}}" for sign in (f"({label})", f"({label}).", f"{label}.", f"{label})")}
+    if not _is_choice(label) or found[0] not in spellings:
         return found
     return [label] if len(other) == 1 and _is_choice(other[0]) else found[1:]
+
+
+def _closing_brace(found: list[str], start: int) -> int | None:
+    """Index of the `}` of the `{` at `start`; words hold brackets that close nothing, as in `\\text{A)}`."""
+    depth = 0
+    for index in range(start, len(found)):
+        depth += (found[index] == "{") - (found[index] == "}")
+        if depth == 0:
+            return index
+    return None
 
 
 def _gather_texts(found: list[str]) -> list[str]:
@@ -137,13 +198,15 @@ def _gather_texts(found: list[str]) -> list[str]:
     index = 0
     while index < len(found):
         if found[index] in TEXT_COMMANDS and index + 1 < len(found) and found[index + 1] == "{":
-            end = closing(found, index + 1)
+            end = _closing_brace(found, index + 1)
             if end is not None:
                 content = " ".join("".join(" " if t in SPACES else t for t in found[index + 2 : end]).split())
                 is_letter = found[index] in LETTER_COMMANDS and len(content) == 1
                 is_name = found[index] == "\\mathrm" and (content in FUNCTIONS or content in {"e", "i"})
                 if is_letter or is_name:
                     gathered.append(FUNCTIONS.get(content, content))
+                elif content == "°":
+                    gathered.append(content)
                 elif content:
                     gathered.append("\\text{" + content + "}")
                 index = end + 1
@@ -172,6 +235,7 @@ def _join_thousands(found: list[str]) -> list[str]:
 def _thousands_group(found: list[str], index: int, *, in_brackets: bool) -> int | None:
     """Index of a three-digit group whose separator starts at `index`."""
     for separator in (
+        [",", "\\!", " "], ["\\!", " "], ["\\text{,}"],
         ["{", ",", "}"], [",", "\\!"], ["\\!", ","], [","], ["\\,"], ["\\!"], [" "], ["\\ "], ["~"], ["\\;"], ["\\:"],
     ):  # fmt: skip
         after = index + len(separator)

@@ -11,6 +11,7 @@ from fractions import Fraction
 import sympy  # type: ignore[import-untyped]
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
+from megatron_rl.rewards.lexicon import GREEK
 from megatron_rl.rewards.rational import read_number
 from megatron_rl.rewards.shapes import (
     Equation,
@@ -86,9 +87,12 @@ def _same_joined(gold: Shape, answer: Shape) -> bool:
 
 def _intersection(shape: Shape) -> sympy.Set | None:
     """The reals for which all of several comparisons hold."""
-    if not isinstance(shape, Unordered) or not all(isinstance(item, Relation) for item in shape.items):
+    if not isinstance(shape, Unordered):
         return None
-    regions = [_region(item) for item in shape.items]
+    relations = [item for item in shape.items if isinstance(item, Relation)]
+    if len(relations) < len(shape.items) or any(_letters(one) != _letters(relations[0]) for one in relations):
+        return None
+    regions = [_region(item) for item in relations]
     return None if not regions or any(part is None for part in regions) else sympy.Intersection(*regions)
 
 
@@ -116,7 +120,14 @@ def _same_unordered(gold: tuple[Shape, ...], answer: tuple[Shape, ...]) -> bool:
 def _same_named(gold: Shape, answer: Shape) -> bool:
     """`x = 5` equals `5`: a name is spelling, unless the other side gives a different one."""
     if isinstance(gold, Named) and isinstance(answer, Named):
-        return gold.name == answer.name and _same(gold.value, answer.value)
+        if gold.name == answer.name:
+            return _same(gold.value, answer.value)
+        # y = x is x = y; of names that are no variables nothing follows
+        is_plain = all(
+            len(one.name) == 1 and isinstance(one.value, Leaf) and not one.value.is_text()
+            for one in (gold, answer)
+        )
+        return is_plain and _same_equation(gold.equation, answer.equation)
     if isinstance(gold, Equation) and isinstance(answer, Named):
         return _same_equation(gold, answer.equation)
     if isinstance(gold, Named) and isinstance(answer, Equation):
@@ -156,16 +167,33 @@ def _same_expression(gold: sympy.Basic, answer: sympy.Basic) -> bool:
         return False
     if gold == answer:
         return True
+    gold, answer = _with_real_roots(gold), _with_real_roots(answer)
     if sympy.oo in (gold, answer) or -sympy.oo in (gold, answer):
         return False
     # read unevaluated: doit brings the order of terms into its canonical form
     difference = (gold - answer).doit()
+    if difference.has(sympy.nan, sympy.zoo):
+        return False
     if difference == 0:
         return True
     # refutes at once what differs in value; equality needs a proof
     if difference.is_number and _differs_numerically(difference):
         return False
     return bool(sympy.simplify(difference) == 0 or difference.equals(0))
+
+
+def _with_real_roots(value: sympy.Expr) -> sympy.Expr:
+    """The cube root of -8 as -2: an odd root of a negative number is the real one, as schools have it."""
+    return value.replace(
+        lambda one: (
+            one.is_Pow
+            and one.exp.is_Rational
+            and one.exp.q % 2 == 1
+            and one.exp.q > 1
+            and one.base.is_negative
+        ),
+        lambda one: (-1) ** one.exp.p * (-one.base) ** one.exp,
+    )
 
 
 def _differs_numerically(difference: sympy.Expr) -> bool:
@@ -181,6 +209,9 @@ def _has_base(found: tuple[str, ...]) -> bool:
 
 def _same_region(gold: Shape, answer: Shape) -> bool:
     """Intervals, unions and inequalities as sets of reals where both are regions; else two expressions."""
+    letters = [{frozenset(_letters(one)) for one in _relations(shape)} for shape in (gold, answer)]
+    if max(map(len, letters)) > 1 or (all(letters) and letters[0] != letters[1]):
+        return False
     regions = (_region(gold), _region(answer))
     if regions[0] is not None and regions[1] is not None:
         return _equal_sets(regions[0], regions[1])
@@ -189,6 +220,16 @@ def _same_region(gold: Shape, answer: Shape) -> bool:
     if isinstance(gold, Relation) and isinstance(answer, Relation):
         return _same_chain(gold, answer)
     return False
+
+
+def _relations(shape: Shape) -> list[Relation]:
+    parts = shape.parts if isinstance(shape, Union) else (shape,)
+    return [part for part in parts if isinstance(part, Relation)]
+
+
+def _letters(relation: Relation) -> set[str]:
+    """Variables by their first letters: `x > 5` is not `y > 5`."""
+    return {token for token in relation.tokens if token.isalpha()} | (GREEK & set(relation.tokens))
 
 
 def _same_chain(gold: Relation, answer: Relation) -> bool:
@@ -286,6 +327,8 @@ def _expression(found: tuple[str, ...]) -> sympy.Expr:
     value = read_number(list(found))
     if value is not None:
         return sympy.Rational(value.numerator, value.denominator)
+    if found[-1:] == ("%",):
+        found = ("\\frac", "{", *found[:-1], "}", "{", "100", "}")
     if _nesting(found) > _MAX_NESTING:
         raise _Unreadable("nested too deeply")
     latex = join(_exact_decimals(_radians(strip_units(list(found)))))

@@ -51,8 +51,10 @@ def strip_units(found: list[str]) -> list[str]:
     """`found` without a unit at its end (`\\text{ cm}^{2}`, `miles`); percent becomes a `%` token."""
     body = list(found)
     exponent = body[-4:] if len(body) > 4 and body[-4] == "^" and body[-2] in {"2", "3"} else []
+    if not exponent and body[-5:-2] == ["^", "{", "-"] and body[-2] in {"1", "2"}:
+        exponent = body[-5:]  # \text{ m s}^{-2}
     if exponent:
-        body = body[:-4]
+        body = body[: -len(exponent)]
     if len(body) < 2:
         return found
     if body[-1] in ORDINALS and body[-2].isdigit():
@@ -68,12 +70,22 @@ def strip_units(found: list[str]) -> list[str]:
         return strip_units(body[:-3])
     if body[-7:-5] == ["\\frac", "{"] and _is_unit(body[-5]) and _is_unit(body[-2]) and body[:-7]:
         return strip_units(body[:-7])
+    num_last = 2 if body[-2] == "\\cdot" else 1
+    if (
+        len(body) > num_last + 1
+        and _is_text_unit(body[-1])
+        and body[-1 - num_last].startswith("\\text{")
+        and _is_unit(body[-1 - num_last])
+    ):
+        return strip_units(body[:-num_last])
     last = body[-1]
     content = last[6:-1] if last.startswith("\\text{") else last
     if is_text(body[:-1]):
         # 3 m^2 in Chinese, character by character
         return _strip_chinese(found)
     first, *others = content.lower().split() or [""]
+    if first[:1] in MULTIPLIERS and first[1:] in CHINESE_UNITS:
+        first = first[0]
     if first in MULTIPLIERS and (not others or _is_unit_text(" ".join(others))):
         return [*body[:-1], "\\cdot", MULTIPLIERS[first]]
     counts = last.isalpha() and len(last) > 3 and last.lower() not in NOT_UNITS and _is_literal(body[:-1])
@@ -89,12 +101,20 @@ def _is_unit(token: str) -> bool:
     return token in UNITS or token in CHINESE_UNITS or content in CHINESE_UNITS or _is_unit_text(content)
 
 
+def _is_text_unit(token: str) -> bool:
+    """Whether this is a unit set as text, as those of a product are: `\\text{N}\\cdot\\text{m}`."""
+    return token.startswith("\\text{") and _is_unit(token) and token[6:-1].strip() not in MULTIPLIERS
+
+
 def _strip_chinese(found: list[str]) -> list[str]:
     """`found` without a Chinese unit of several characters behind a number."""
     start = len(found)
     while start > 0 and not found[start - 1].isascii() and len(found[start - 1]) == 1:
         start -= 1
-    is_unit = start > 0 and "".join(found[start:]) in CHINESE_UNITS
+    words = "".join(found[start:])
+    if start > 0 and words[:1] in MULTIPLIERS and words[1:] in CHINESE_UNITS and not is_text(found[:start]):
+        return [*found[:start], "\\cdot", MULTIPLIERS[words[0]]]
+    is_unit = start > 0 and words in CHINESE_UNITS
     return found[:start] if is_unit and not is_text(found[:start]) else found
 
 
