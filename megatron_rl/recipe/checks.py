@@ -123,10 +123,17 @@ def _reward_problems(stage: RlStage, path: str) -> Iterator[Problem]:
         if name not in known:
             hint = did_you_mean(name, known) or f"; known rewards: {', '.join(known)}"
             yield Problem(f"{path}.rewards.{name}", f"unknown reward{hint}")
-    if not any(name in TASK_REWARDS for name in stage.rewards):
+    judges = [name for name in stage.rewards if name in TASK_REWARDS]
+    if not judges:
         yield Problem(
             f"{path}.rewards",
             f"no reward judges the answer; add one of {', '.join(TASK_REWARDS)}, such as math_answer: 1.0",
+        )
+    elif len(judges) > 1:
+        yield Problem(
+            f"{path}.rewards",
+            f"{' and '.join(judges)} both judge the answer, and a response has one verdict; keep one, and give the "
+            "other's prompts a stage of their own",
         )
 
 

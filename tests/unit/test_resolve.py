@@ -164,6 +164,7 @@ CASES = [
     (["stages.1.curriculum.0.iterations=3"], 1, "stages.1.curriculum", "windows last 7 iterations"),
     (["stages.1.curriculum.1.difficulty=[5, 3]"], 1, "stages.1.curriculum.1.difficulty", "got [5, 3]"),
     (["stages.1.rewards.formt=1"], 1, "stages.1.rewards.formt", "did you mean 'format'?"),
+    (["stages.1.rewards={math_answer: 1, code_tests: 1}"], 1, "stages.1.rewards", "both judge the answer"),
     (["stages.1.rewards={format: 1}"], 1, "stages.1.rewards", "no reward judges the answer"),
     (["stages.1.eval.sets={}"], 1, "stages.1.eval.sets", "is empty"),
     (["stages.1.sampling.top_p=0.9"], 1, "stages.1.sampling.top_p", "must be 1.0 in training rollouts"),
