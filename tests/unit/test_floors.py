@@ -24,6 +24,7 @@ FLOORS = {
     "megatron_rl.recipe.resolve": 1,
     "megatron_rl.recipe.summary": 1,
     "megatron_rl.recipe.transfer": 1,
+    "megatron_rl.estimate": 1,
     "megatron_rl.platform": 1,
     "megatron_rl.algo": 1,
     "megatron_rl.data": 1,
@@ -71,7 +72,7 @@ FENCES = {
     "flash_attn": ["megatron_rl.model"],
     "apex": [],
     "transformers": ["megatron_rl.data.tokenizer", "megatron_rl.verify", "tools"],
-    "pydantic": ["megatron_rl.recipe"],
+    "pydantic": ["megatron_rl.recipe", "megatron_rl.estimate.hardware"],
     "yaml": ["megatron_rl.recipe"],
     "latex2sympy2_extended": ["megatron_rl.rewards"],
     "math_verify": [],
@@ -80,6 +81,7 @@ FENCES = {
 # a recipe is checked, and ranks are started, without torch
 WITHOUT_TORCH = [
     "megatron_rl.errors",
+    "megatron_rl.estimate",
     "megatron_rl.evaluation.arguments",
     "megatron_rl.evaluation.options",
     "megatron_rl.recipe",

@@ -13,6 +13,7 @@ import zipfile
 import pytest
 
 import megatron_rl
+from megatron_rl.estimate.hardware import known_hardware
 from tests.helpers.source import ROOT
 
 
@@ -45,6 +46,11 @@ def test_the_wheel_holds_every_module_of_both_packages(wheel):
         for path in (base / package).rglob("*.py")
     }
     assert {name for name in wheel.namelist() if name.endswith(".py")} == expected
+
+
+def test_the_wheel_holds_the_machine_types(wheel):
+    expected = {f"megatron_rl/estimate/gpus/{name}.yaml" for name in known_hardware()}
+    assert {name for name in wheel.namelist() if name.endswith(".yaml")} == expected
 
 
 def test_the_wheel_declares_the_command_and_the_vllm_plugin(wheel):
