@@ -118,11 +118,14 @@ class CheckpointStore:
             check_same_recipe(saved, self._recipe)
         return saved
 
-    def save(self, policy: Trainable, progress: Mapping[str, Any]) -> None:
+    def save(
+        self, policy: Trainable, progress: Mapping[str, Any], *, extra: Mapping[str, bytes] | None = None
+    ) -> None:
         """Write a checkpoint and publish it at once or not at all. Collective.
 
-        `progress` is plain JSON with the numbers `stage` and `step`; rank 0's is stored. An optimizer that has
-        not stepped has no state yet and none is stored. When any rank fails, every rank raises CheckpointError;
+        `progress` is plain JSON with the numbers `stage` and `step`; rank 0's is stored, and so
+        is `extra`, whole files by name, which `checkpoint_files.read_extra` reads. An optimizer that has not stepped
+        has no state yet and none is stored. When any rank fails, every rank raises CheckpointError;
         the unfinished checkpoint is removed (also on Ctrl-C or SIGTERM), earlier ones stay.
 
         An asynchronous save first waits for the one before it. Its own failure comes with the next `poll`, `save` or
@@ -133,6 +136,8 @@ class CheckpointStore:
         try:
             self._run("making room", lambda: self._start(policy, progress, name), rank=0)
             contents = self._plan(policy)
+            if self._rank == 0:
+                contents |= {name: [content] for name, content in (extra or {}).items()}
             self._pending = self._state(policy, progress, self._root / f".tmp-{name}")
             if self._asynchronous:
                 self._run("copying state", lambda: self._submit(contents))

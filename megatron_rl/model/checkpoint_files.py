@@ -64,6 +64,25 @@ def generators_file(rank: int) -> str:
     return f"{GENERATORS_DIR}/rank_{rank}.json"
 
 
+def read_extra(saved: SavedState, name: str) -> bytes | None:
+    """A file that `CheckpointStore.save` was given; None: it was not.
+
+    Raises CheckpointError unless it is there to the byte.
+    """
+    if name not in saved.files:
+        return None
+    path, recorded = saved.path / name, saved.files[name]
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); {advice_for(saved.path)}") from None
+    if (digest := hashlib.sha256(content).hexdigest()) != recorded.sha256:
+        raise CheckpointError(
+            f"{path}: has sha256 {digest}, was saved with {recorded.sha256}; {advice_for(saved.path)}"
+        )
+    return content
+
+
 def checkpoint_name(progress: Mapping[str, Any]) -> str:
     return f"stage_{int(progress['stage'])}_step_{int(progress['step']):06d}"
 

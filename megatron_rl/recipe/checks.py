@@ -9,6 +9,7 @@ from megatron_rl.recipe.algorithm_checks import algorithm_problems
 from megatron_rl.recipe.batch_checks import batch_problems
 from megatron_rl.recipe.dataset import conversation_problems, dataset_problems, template_problems
 from megatron_rl.recipe.hosts import parse_host_port
+from megatron_rl.recipe.overlap_checks import overlap_problems
 from megatron_rl.recipe.problems import Problem, did_you_mean
 from megatron_rl.recipe.sandbox import sandbox_problems
 from megatron_rl.recipe.stages import (
@@ -52,6 +53,7 @@ def stage_problems(stage: Stage, path: str) -> Iterator[Problem]:
     yield from _sampling_problems(stage, path)
     yield from algorithm_problems(stage.algorithm, f"{path}.algorithm")
     yield from batch_problems(stage, path)
+    yield from overlap_problems(stage, path)
     yield from sandbox_problems(stage.sandbox, f"{path}.sandbox")
     yield from _engine_problems(stage.engine, f"{path}.engine")
     if stage.eval is not None:

@@ -232,6 +232,9 @@ class RlStage:
     grader: GraderConfig = field(default_factory=GraderConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)  # of the reward code_tests
     engine: EngineConfig = field(default_factory=EngineConfig)
+    # none: generate, then train. one_step: while the trainer trains on the rollouts of an iteration, the engines make
+    # those of the next, with the weights transferred last; for engines on devices of their own, with a correction
+    overlap: Literal["none", "one_step"] = "none"
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     eval: EvalConfig | None = None

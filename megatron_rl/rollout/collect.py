@@ -60,7 +60,7 @@ class Collector:
     ) -> list[RolloutGroup]:
         """One group per prompt, in order. `token_ids` holds the rendered ids by prompt id.
 
-        `weight_version` is the one that was transferred last: raises TrainingError for a completion of another.
+        `weight_version` is the one that the engine was given last: raises TrainingError for a completion of another.
         Time goes to the spans `generate` and `reward`.
         """
         requests = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -79,14 +79,24 @@ class RunContext:
         if report is not None:
             self.reporter.loaded(report)
 
-    def finish_step(self, progress: Progress, metrics: Mapping[str, float], *, total: int) -> None:
-        """Record a step, and save a checkpoint when one is due (always after the last step of a stage)."""
+    def finish_step(
+        self,
+        progress: Progress,
+        metrics: Mapping[str, float],
+        *,
+        total: int,
+        extra: Callable[[], Mapping[str, bytes]] = dict,
+    ) -> None:
+        """Record a step, and save a checkpoint when one is due (always after the last step of a stage).
+
+        `extra` gives files that it holds besides, see CheckpointStore.save.
+        """
         counts = {f"count/{name}": float(count) for name, count in progress.counts.items()}
         self.reporter.step(progress, {**metrics, **counts})
         config = self.recipe.checkpoint
         is_due = config is not None and (progress.step % config.every_steps == 0 or progress.step == total)
         if is_due:
-            self._save(progress)
+            self._save(progress, extra)
         else:
             self.checkpoints.poll()
         if progress.step == total:
@@ -94,15 +104,18 @@ class RunContext:
             self.checkpoints.finish()
         # a signal to any rank stops all of them at this border
         if reason := largest(self.stop.reason, self.border_group):
-            self._stop_here(progress, REASONS[reason], is_saved=is_due)
+            self._stop_here(progress, REASONS[reason], extra=None if is_due else extra)
 
-    def _save(self, progress: Progress) -> None:
+    def _save(self, progress: Progress, extra: Callable[[], Mapping[str, bytes]]) -> None:
         self.phases.enter("save")
-        self.checkpoints.save(self.policy, progress.to_dict())
+        self.checkpoints.save(self.policy, progress.to_dict(), extra=extra())
 
-    def _stop_here(self, progress: Progress, reason: str, *, is_saved: bool) -> None:
-        if not is_saved:
-            self._save(progress)
+    def _stop_here(
+        self, progress: Progress, reason: str, *, extra: Callable[[], Mapping[str, bytes]] | None
+    ) -> None:
+        """`extra` None: the step is saved already."""
+        if extra is not None:
+            self._save(progress, extra)
         self.checkpoints.finish()
         self.phases.enter("stop")
         if self.is_driver:

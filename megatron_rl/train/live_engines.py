@@ -6,7 +6,7 @@ The driving rank owns the engines; what it does about a loss, the other ranks ta
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from megatron_rl.errors import EngineError, LostEngineError, ReshardError
@@ -23,6 +23,7 @@ class LiveEngines:
     """Every method is collective over the trainer ranks. `engine` on the driving rank alone.
 
     `restarts` is how many replicas may be started anew; the console gets one line about each time that happens.
+    `versions` are those that an earlier start of the run transferred and that still count.
     """
 
     def __init__(
@@ -33,10 +34,11 @@ class LiveEngines:
         *,
         restarts: int,
         run: RunContext,
+        versions: Sequence[int] = (),
     ) -> None:
         self._engine, self._sync, self._parity = engine, sync, parity
         self._budget, self._run = restarts, run
-        self._version = -1
+        self._versions = [*versions]
         self.num_restarts = 0  # counted on the driving rank
 
     def update(self, version: int) -> tuple[SyncResult, Verdict]:
@@ -48,9 +50,10 @@ class LiveEngines:
             try:
                 done = self._sync.push(version), self._parity.check(version)
             except (LostEngineError, ReshardError) as error:
-                self._restart_lost(error)
+                self.restart(error)
             else:
-                self._version = version
+                if version not in self._versions:
+                    self._versions.append(version)
                 return done
 
     def ask(self, work: Callable[[], T] | None) -> T:
@@ -65,12 +68,17 @@ class LiveEngines:
                 return broadcast_outcome(work, src=0, group=self._run.driver_group, shared=LostEngineError)
             except LostEngineError as error:
                 phase = phases.current.phase
-                self._restart_lost(error)
-                _, verdict = self.update(self._version)
+                self.restart(error)
+                _, verdict = self.update(self._versions[-1])
                 verdict.check()
                 phases.enter(phase)
 
-    def _restart_lost(self, error: LostEngineError | ReshardError) -> None:
+    @property
+    def versions(self) -> Sequence[int]:
+        """Of the weights transferred so far, in order."""
+        return self._versions
+
+    def restart(self, error: LostEngineError | ReshardError) -> None:
         """A transfer has to follow. Raises `error` where no engine was lost or no restart is left."""
         self._run.phases.enter("restart")
         refusal = self._restart(self._engine, error) if self._engine is not None else None

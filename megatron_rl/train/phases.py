@@ -27,6 +27,7 @@ PHASES = (
     "reward",
     "logprob",
     "train",
+    "wait",  # for rollouts of the next iteration, see train/ahead.py
     "sync",  # weight transfer and parity
     "eval",
     "save",

@@ -18,10 +18,11 @@ from megatron_rl.train.updates import apply_updates, plan_updates
 def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunContext) -> Progress:
     """Maximise E[ sum_t f(r_t, A) / N ] with r_t = exp(log-prob now - log-prob before the iteration's updates).
 
-    Three policies meet: the rollout policy (the engine, at the weights of the last transfer), the old policy (this
-    trainer before the updates; its log-probs are recomputed here) and the current one. f is the recipe's surrogate,
-    A the advantage, N one global count of trained tokens or sequences per optimizer step. A KL term to a reference,
-    an entropy bonus and weights against the mismatch of engine and trainer are added where the recipe asks for them.
+    Three policies meet: the rollout policy (the engine, at the weights of the last transfer or, with `overlap`, of the
+    one before), the old policy (this trainer before the updates; its log-probs are recomputed here) and the current
+    one. f is the recipe's surrogate, A the advantage, N one global count of trained tokens or sequences per optimizer
+    step. A KL term to a reference, an entropy bonus and weights against the distance of the first two policies are
+    added where the recipe asks for them.
     """
     policy = run.policy
     run.start_stage(stage, progress, total_steps=stage.iterations * stage.updates_per_rollout)
@@ -43,8 +44,11 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
                 updates, scored = score_updates(policy, updates, collected.kept, stage, reference=reference)
             with meter.span("train"):
                 steps, entropy = apply_updates(policy, updates, stage, entropy)
+            # engines take new weights once they have no rollouts of the next iteration to make
+            after = progress.advanced(iteration + 1)
+            transfer = session.settle(after, meter)
             with meter.span("sync"):
-                transfer = session.push_weights(progress.advanced(iteration + 1))
+                transfer |= session.push_weights(after)
 
             metrics = iteration_metrics(collected, updates, steps, policy=policy) | scored | transfer
             metrics |= meter.metrics(tokens=num_tokens(collected.groups))
@@ -65,5 +69,5 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
             metrics |= session.rescore_metrics() | session.fault_metrics()
             if promotion is not None:
                 run.reporter.promotion(progress, promotion)
-            run.finish_step(progress, metrics, total=total)
+            run.finish_step(progress, metrics, total=total, extra=session.rollouts_ahead)
     return progress

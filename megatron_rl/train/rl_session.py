@@ -18,17 +18,19 @@ from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.types import Prompt, RolloutGroup
 from megatron_rl.evaluation.in_training import eval_plan, evaluate_sets, longest_response
 from megatron_rl.evaluation.result import EvalResult
-from megatron_rl.model.checkpoint_files import CHECKPOINTS_DIR
+from megatron_rl.model.checkpoint_files import CHECKPOINTS_DIR, read_extra
 from megatron_rl.recipe.amounts import prompts_drawn
 from megatron_rl.recipe.batch import RescoreConfig
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.rewards.combine import RewardModel
 from megatron_rl.rewards.mapping import MappedRewards, RewardMapping
-from megatron_rl.rollout.collect import Collector, Draw
+from megatron_rl.rollout.collect import Collector, Draw, Span
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
+from megatron_rl.train.ahead import RolloutSource, check_separate
+from megatron_rl.train.batch_work import BatchWork, Kept, Place, Rounds, rounds_from_bytes, rounds_to_bytes
 from megatron_rl.train.context import RunContext
-from megatron_rl.train.groups import Collected, collect_groups
+from megatron_rl.train.groups import Collected
 from megatron_rl.train.live_engines import LiveEngines
 from megatron_rl.train.metrics import Meter
 from megatron_rl.train.parity import SAMPLED_TOKENS, ParityGate
@@ -43,6 +45,8 @@ from megatron_rl.train.rescore import (
     write_rescored,
 )
 from megatron_rl.train.rl_data import RlData, narrowed
+
+AHEAD_FILE = "rollouts_ahead.json"  # of a checkpoint, see RolloutSource
 
 ENGINES = {"vllm": VllmEngine.start}  # engine.kind of the recipe: how to start it
 
@@ -60,6 +64,7 @@ class RlSession:
             self._data = self._narrowed(data, read_rescored(run.run_dir, progress.rescored))
         if self._data is not None and progress.sampler:
             self._data.sampler.load_state_dict(progress.sampler)
+        self._source: RolloutSource | None = None
 
     @property
     def progress(self) -> Progress:
@@ -81,7 +86,10 @@ class RlSession:
 
     def _start(self, opening: ExitStack) -> None:
         stage, run = self._stage, self._run
+        kept = run.from_driver(self._read_kept())
         engine = None
+        # closed last: what still generates and grades ends once those are closed
+        opening.callback(self._close_source)
         if run.is_driver:
             run.reporter.say(
                 f"starting {stage.engine.replicas} vllm engine(s) of {stage.engine.tp} worker(s)"
@@ -136,6 +144,8 @@ class RlSession:
             trainers=run.driver_group,
         )
         run.reporter.plan(sync.plan)
+        if stage.overlap != "none":
+            check_separate(sync.plan.placement)
         parity = ParityGate(
             run.policy,
             engine,
@@ -146,20 +156,29 @@ class RlSession:
             group=run.driver_group,
             sampled_tokens=min(SAMPLED_TOKENS, stage.sampling.max_response_tokens),
         )
-        self._engines = LiveEngines(engine, sync, parity, restarts=stage.engine.restarts, run=run)
+        self._engines = LiveEngines(
+            engine,
+            sync,
+            parity,
+            restarts=stage.engine.restarts,
+            run=run,
+            versions=kept.versions if kept is not None else (),
+        )
+        self._source = self._open_source(kept)
         self.push_weights(self._progress)
         if stage.rescore is not None and not self._progress.rescored:
             self._rescore(stage.rescore)
         if self._progress.step == 0:
             run.reporter.starting_point(self._progress, self._evaluate(0))
 
-    def push_weights(self, progress: Progress) -> dict[str, float]:
+    def push_weights(self, progress: Progress, *, anew: bool = False) -> dict[str, float]:
         """Transfer the weights of the step that led to `progress`, then compare both sides. Collective.
 
+        Not those that the engines have, unless `anew`: an engine was started in the place of a lost one.
         Raises ReshardError on every rank, with a diagnosis, when trainer and engine do not agree.
         """
         version = self._run.policy.optimizer.num_steps
-        if version == self._weight_version:
+        if version == self._weight_version and not anew:
             return {}  # no group of the iteration taught anything
         self._run.phases.enter("sync")
         transfer, verdict = self._engines.update(version)
@@ -232,24 +251,62 @@ class RlSession:
         return metrics
 
     def collect(self, progress: Progress, meter: Meter) -> Collected:
-        """Draw prompts, sample, grade, in one round or several; the same groups on every rank. Collective."""
-        generate = partial(self._collect_round, progress, meter)
-        planned = progress.step + progress.skipped
-        pool_size = self._data.sampler.pool_size(planned) if self._data is not None else 0
-        return collect_groups(generate, self._stage, pool_size=self._run.from_driver(pool_size))
+        """The graded rollouts of the iteration after `progress`, the same groups on every rank. Collective.
 
-    def _collect_round(self, progress: Progress, meter: Meter) -> list[RolloutGroup]:
-        """One round of the iteration after `progress`. Its prompts are drawn, whether they are trained on or not."""
-        if self._data is None:
-            return self._engines.ask(None)
-        draw = self._draw(self._stage.group_size, progress.step)
-        prompts = self._data.sampler.take(progress.step + progress.skipped, prompts_drawn(self._stage))
-        token_ids = self._data.prompts.token_ids
-        return self._engines.ask(
-            lambda: self._collector.collect(
-                prompts, token_ids, draw, weight_version=self._weight_version, span=meter.span
-            )
+        With `overlap` they may be there already, and those of the iteration after it are begun.
+        """
+        is_last = progress.step + 1 >= progress.last_step(self._run.recipe.stages)
+        place = Place(iteration=progress.step, planned=progress.step + progress.skipped)
+        following = None if is_last else Place(iteration=place.iteration + 1, planned=place.planned + 1)
+        assert self._source is not None
+        return self._source.take(place, following=following, meter=meter)
+
+    def settle(self, progress: Progress, meter: Meter) -> dict[str, float]:
+        """Wait until no engine works, so that weights may move. Collective.
+
+        `progress` is that of the step which led to the weights: after a loss they are transferred at once. Raises on
+        every rank what ended the work.
+        """
+        assert self._source is not None
+        return self._source.settle(meter, partial(self.push_weights, progress, anew=True))
+
+    def rollouts_ahead(self) -> dict[str, bytes]:
+        """For a checkpoint: the rollouts that the next iteration trains on, where they are there already."""
+        work = self._source.ready if self._source is not None else None
+        return {} if work is None else {AHEAD_FILE: rounds_to_bytes(work, self._engines.versions)}
+
+    def _read_kept(self) -> Kept | None:
+        """What `rollouts_ahead` gave the checkpoint that the stage is taken up from."""
+        saved, data = self._run.resumed_from, self._data
+        content = read_extra(saved, AHEAD_FILE) if saved and data and self._progress.step else None
+        if saved is None or data is None or content is None:
+            return None
+        prompts = {prompt.id: prompt for prompt in data.prompts.prompts}
+        return rounds_from_bytes(content, prompts, data.prompts.token_ids, where=saved.path / AHEAD_FILE)
+
+    def _open_source(self, kept: Kept | None) -> RolloutSource:
+        return RolloutSource(
+            self._engines,
+            self._new_work if self._data is not None else None,
+            is_ahead=self._stage.overlap == "one_step",
+            group=self._run.driver_group,
+            kept=kept,
         )
+
+    def _new_work(self, place: Place, *, rounds: Rounds | None = None) -> BatchWork:
+        assert self._data is not None
+        return BatchWork(place, self._stage, self._data, self._sample, rounds=rounds)
+
+    def _close_source(self) -> None:
+        if self._source is not None:
+            self._source.close()
+
+    def _sample(self, prompts: Sequence[Prompt], iteration: int, span: Span) -> list[RolloutGroup]:
+        """One round of an iteration (from 0), by the weights that the engines have. On the driving rank."""
+        assert self._data is not None
+        draw = self._draw(self._stage.group_size, iteration)
+        token_ids, version = self._data.prompts.token_ids, self._weight_version
+        return self._collector.collect(prompts, token_ids, draw, weight_version=version, span=span)
 
     def _draw(self, samples: int, *place: int | str) -> Draw:
         """As in training; `place` makes the seeds, with those of the run, the stage, the prompt and the sample."""

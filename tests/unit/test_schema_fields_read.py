@@ -28,7 +28,7 @@ ALIASES = {name: {name} for name in CONFIGS} | {"Stage": {"SftStage", "RlStage"}
 NOT_READERS = [
     "megatron_rl.recipe.schema", "megatron_rl.recipe.stages", "megatron_rl.recipe.checks",
     "megatron_rl.recipe.origins", "megatron_rl.recipe.summary", "megatron_rl.recipe.batch",
-    "megatron_rl.recipe.batch_checks", "megatron_rl.recipe.algorithm_checks",
+    "megatron_rl.recipe.batch_checks", "megatron_rl.recipe.algorithm_checks", "megatron_rl.recipe.overlap_checks",
 ]  # fmt: skip
 
 
