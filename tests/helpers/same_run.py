@@ -11,7 +11,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.helpers.quickstart import lines
 
 # wall time is all that may differ
-_CLOCK = ("time_s", "sync/transfer_s", "sync/parity_s", "throughput/tokens_per_s")
+_CLOCK = (
+    "time_s",
+    "sync/transfer_s",
+    "sync/parity_s",
+    "throughput/tokens_per_s",
+    "overlap/generate_s",
+    "overlap/reward_s",
+    "overlap/hidden_s",
+)
 
 
 def without_clock(line: dict[str, Any]) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def test_a_loss_costs_the_round_at_hand_which_is_made_with_the_new_weights() -> 
     assert machine.restarts == 1 and metrics["sync/bytes"] == 1.0
     assert [(iteration, version) for iteration, _, version in machine.asked] == [(0, 0), (1, 0), (1, 2)]
     assert versions(collected) == {0, 2}
-    # of the transfers 0, 2 (after the loss) and 4 (the loop's own)
+    # this loop transfers once more than after the loss: versions 0, 2 and 4
     assert collected.metrics["rollout/staleness_max"] == 2 and collected.metrics["sampling/rounds"] == 2
     assert len(set(names(collected))) == 4
 
