@@ -41,7 +41,7 @@ setup(
         *find_packages(include=["megatron_rl", "megatron_rl.*"]),
         *find_packages(where="kernels", include=["megatron_rl_kernels", "megatron_rl_kernels.*"]),
     ],
-    package_data={"megatron_rl.estimate": ["gpus/*.yaml"]},
+    package_data={"megatron_rl.estimate": ["gpus/*.yaml", "models/*.json"]},
     package_dir={"megatron_rl_kernels": "kernels/megatron_rl_kernels"},
     install_requires=CORE,
     extras_require={

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl import __version__
-from megatron_rl.arguments import positive_int
+from megatron_rl.arguments import add_recipe, positive_int
 from megatron_rl.data.command import add_data
 from megatron_rl.errors import LostPeerError, MegatronRLError
+from megatron_rl.estimate.command import add_check
 from megatron_rl.evaluation.arguments import add_eval
 from megatron_rl.recipe.hosts import HostPort, parse_host_port
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
-from megatron_rl.recipe.summary import summary_data, summary_table
 from megatron_rl.score.arguments import add_score
 from megatron_rl.train import launcher
 from megatron_rl.train.rank_process import RankProcess, is_launched, rank_environment, report_failure
@@ -145,16 +144,6 @@ def _stopped(stopped: Stopped, process: RankProcess) -> int:
     return stopped.exit_code
 
 
-def _check(args: argparse.Namespace) -> int:
-    loaded = load_recipe(args.recipe, args.overrides)
-    resolved = check_recipe(loaded, world_size=args.world or smallest_world(loaded.recipe))
-    if args.json:
-        print(json.dumps(summary_data(loaded, resolved), indent=2))
-    else:
-        print(summary_table(loaded, resolved))
-    return 0
-
-
 def _engine(args: argparse.Namespace) -> int:
     from megatron_rl.rollout.engine_host import run_engine_host
 
@@ -178,7 +167,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     by_name = {
         "train": _train_parser(commands),
-        "check": _check_parser(commands),
+        "check": add_check(commands),
         "engine": _engine_parser(commands),
         "report": _report_parser(commands),
     }
@@ -196,7 +185,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _train_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="run all stages of a recipe")
-    _add_recipe(train)
+    add_recipe(train)
     train.add_argument("--run-dir", type=Path, metavar="DIR", help="where to write (default: runs/NAME-TIME)")
     train.add_argument(
         "--nproc", type=positive_int, metavar="N", help="local ranks (default: the fewest that fit)"
@@ -204,17 +193,6 @@ def _train_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     train.add_argument("--resume", action="store_true", help="continue the run in --run-dir")
     train.set_defaults(run=_train)
     return train
-
-
-def _check_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    check = commands.add_parser("check", help="every problem of a recipe at once, else its derived numbers")
-    _add_recipe(check)
-    check.add_argument(
-        "--world", type=positive_int, metavar="N", help="processes (default: the fewest that fit)"
-    )
-    check.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    check.set_defaults(run=_check)
-    return check
 
 
 def _engine_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -249,15 +227,6 @@ def _report_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.set_defaults(run=_report)
     return report
-
-
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe", metavar="RECIPE", help="YAML file; paths inside it start at the current directory"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="path=value", help="such as stages.1.optimizer.lr=1e-6"
-    )
 
 
 def _host_port(text: str) -> HostPort:

@@ -49,6 +49,7 @@ class Resolved:
     layers_per_pp_rank: int  # of the stage with the most
     stage_layers: tuple[int, ...]  # of each pipeline stage
     stages: tuple[ResolvedStage, ...]
+    unchecked: tuple[Problem, ...] = ()  # of a plan: what is not there yet, and so was not looked into
 
 
 def smallest_world(recipe: Recipe) -> int:
@@ -73,19 +74,30 @@ def run_layout(layout: LayoutConfig, *, world_size: int) -> ParallelLayout:
     )
 
 
-def check_recipe(loaded: LoadedRecipe, *, world_size: int, model_spec: ModelSpec | None = None) -> Resolved:
+def check_recipe(
+    loaded: LoadedRecipe, *, world_size: int, model_spec: ModelSpec | None = None, planned: bool = False
+) -> Resolved:
     """Check everything that can be checked before a process starts, and derive the numbers.
 
-    `model_spec` None reads `model.hf_path`. Raises RecipeError with one line per violation.
+    `model_spec` None reads `model.hf_path`. `planned`: files and directories that are not there are no violations but
+    `Resolved.unchecked`, except for a model that nothing else describes. Raises RecipeError, one line per violation.
     """
     recipe = loaded.recipe
-    problems = [*_file_problems(recipe), *_eval_name_problems(recipe)]
+    absent = list(_file_problems(recipe))
+    problems = [*([] if planned else absent), *_eval_name_problems(recipe)]
+    if planned and model_spec is None:
+        model = [problem for problem in absent if problem.path == "model.hf_path"]
+        problems += [Problem(p.path, f"{p.text}; a plan needs its sizes: --model-config") for p in model]
     layout = _layout(recipe, world_size, problems)
     spec = model_spec or _spec(recipe, problems)
     for i, stage in enumerate(recipe.stages):
         path = f"stages.{i}"
         problems += stage_problems(stage, path)
-        problems += _reference_problems(stage, f"{path}.algorithm.kl.reference", spec)
+        reference = list(_reference_problems(stage, f"{path}.algorithm.kl.reference", spec))
+        if planned and reference and not _has_reference(stage):
+            absent += reference
+        else:
+            problems += reference
         if layout is not None:
             problems += _dp_problems(stage, path, layout.dp)
             problems += _padding_problems(stage, path, layout)
@@ -104,6 +116,7 @@ def check_recipe(loaded: LoadedRecipe, *, world_size: int, model_spec: ModelSpec
         layers_per_pp_rank=max(stage_layers),
         stage_layers=stage_layers,
         stages=tuple(_resolve_stage(stage, layout.dp) for stage in recipe.stages),
+        unchecked=tuple(absent) if planned else (),
     )
 
 
@@ -166,6 +179,11 @@ def _reference_problems(stage: Stage, path: str, spec: ModelSpec | None) -> Iter
             path,
             f"{kl.reference} is a model of another shape than model.hf_path; name one with the same tensors",
         )
+
+
+def _has_reference(stage: Stage) -> bool:
+    kl = stage.algorithm.kl if isinstance(stage, RlStage) else None
+    return kl is not None and kl.reference is not None and Path(kl.reference).is_dir()
 
 
 def _eval_name_problems(recipe: Recipe) -> Iterator[Problem]:

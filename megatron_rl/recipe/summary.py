@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.recipe.amounts import most_prompts_drawn
@@ -39,8 +40,10 @@ def summary_data(loaded: LoadedRecipe, resolved: Resolved) -> dict[str, Any]:
     }
 
 
-def summary_table(loaded: LoadedRecipe, resolved: Resolved) -> str:
-    """The same numbers as aligned text."""
+def summary_table(
+    loaded: LoadedRecipe, resolved: Resolved, *, more: Sequence[tuple[str, str]] = ()
+) -> str:
+    """The same numbers as aligned text, and `more` rows below them."""
     layout, spec = resolved.layout, resolved.spec
     rows = [
         ("recipe", f"{loaded.recipe.name} ({loaded.source})"),
@@ -81,6 +84,7 @@ def summary_table(loaded: LoadedRecipe, resolved: Resolved) -> str:
         rows.append(("  tokens in all", f"at most {stage.max_tokens_total:,}"))
         if (transfer := _transfer(loaded, resolved, i)) is not None:
             rows += [(f"  {what}", how_much) for what, how_much in summary_rows(transfer)]
+    rows += more
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
 

@@ -25,6 +25,7 @@ FLOORS = {
     "megatron_rl.recipe.summary": 1,
     "megatron_rl.recipe.transfer": 1,
     "megatron_rl.estimate": 1,
+    "megatron_rl.estimate.command": 5,
     "megatron_rl.platform": 1,
     "megatron_rl.algo": 1,
     "megatron_rl.data": 1,

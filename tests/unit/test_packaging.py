@@ -14,6 +14,7 @@ import pytest
 
 import megatron_rl
 from megatron_rl.estimate.hardware import known_hardware
+from megatron_rl.estimate.models import known_models
 from tests.helpers.source import ROOT
 
 
@@ -48,9 +49,10 @@ def test_the_wheel_holds_every_module_of_both_packages(wheel):
     assert {name for name in wheel.namelist() if name.endswith(".py")} == expected
 
 
-def test_the_wheel_holds_the_machine_types(wheel):
+def test_the_wheel_holds_the_machine_types_and_the_sizes_of_models(wheel):
     expected = {f"megatron_rl/estimate/gpus/{name}.yaml" for name in known_hardware()}
-    assert {name for name in wheel.namelist() if name.endswith(".yaml")} == expected
+    expected |= {f"megatron_rl/estimate/models/{name}.json" for name in known_models()}
+    assert {name for name in wheel.namelist() if name.endswith((".yaml", ".json"))} == expected
 
 
 def test_the_wheel_declares_the_command_and_the_vllm_plugin(wheel):

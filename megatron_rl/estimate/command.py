@@ -1,0 +1,128 @@
+"""The command `check`: every problem of a recipe at once, else what follows from it, and what it will cost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import Any
+
+from megatron_rl.arguments import add_recipe, positive_int
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.estimate.hardware import Hardware, load_hardware
+from megatron_rl.estimate.models import known_models, named_spec
+from megatron_rl.estimate.stage_time import Assumed, stage_times
+from megatron_rl.estimate.text import Row, time_data, time_rows
+from megatron_rl.recipe.load import LoadedRecipe, load_recipe
+from megatron_rl.recipe.resolve import Resolved, check_recipe, smallest_world
+from megatron_rl.recipe.summary import summary_data, summary_table
+
+_EXAMPLES = """examples:
+  megatron-rl check recipes/quickstart.yaml --world 4 layout.tp=2
+  megatron-rl check recipes/klear_reasoner_8b/math_rl.yaml --world 64 --gpu h100-80g --model-config qwen3-8b
+  megatron-rl check mine.yaml --world 64 --gpu cluster.yaml --plan --response-mean 6000
+"""
+
+
+def add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """The parser of `check`."""
+    check = commands.add_parser(
+        "check",
+        help="every problem of a recipe at once, else its derived numbers and what it will cost",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_recipe(check)
+    check.add_argument(
+        "--world", type=positive_int, metavar="N", help="processes (default: the fewest that fit)"
+    )
+    check.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    check.add_argument(
+        "--gpu",
+        metavar="NAME|FILE",
+        help="estimate time on h100-80g, h200-141g, b200, or the machine type of a YAML file",
+    )
+    check.add_argument(
+        "--response-mean",
+        type=_positive_number,
+        metavar="TOKENS",
+        help="mean length of responses, in SFT of samples (default: a third of the longest allowed)",
+    )
+    check.add_argument(
+        "--prompt-mean", type=_positive_number, metavar="TOKENS", help="mean length of prompts (default: 200)"
+    )
+    check.add_argument(
+        "--plan",
+        action="store_true",
+        help="before anything is on the disk: list files that are not there instead of refusing them",
+    )
+    check.add_argument(
+        "--model-config",
+        metavar="FILE|NAME",
+        help="with --plan, which it implies: take the model's sizes from this config.json, or those of a public "
+        f"model: {', '.join(known_models())}",
+    )
+    check.set_defaults(run=run_check)
+    return check
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Print and return 0. Raises for everything that is wrong with the recipe or the machine type."""
+    if args.gpu is None and (args.response_mean or args.prompt_mean):
+        raise MegatronRLError("--response-mean, --prompt-mean: only estimates use them; add --gpu NAME")
+    hardware = None if args.gpu is None else load_hardware(args.gpu)
+    loaded = load_recipe(args.recipe, args.overrides)
+    spec = None
+    if args.model_config is not None:
+        spec = named_spec(args.model_config, max_positions=loaded.recipe.model.max_positions)
+    resolved = check_recipe(
+        loaded,
+        world_size=args.world or smallest_world(loaded.recipe),
+        model_spec=spec,
+        planned=args.plan or spec is not None,
+    )
+    assumed = Assumed(response_mean=args.response_mean, prompt_mean=args.prompt_mean)
+    if args.json:
+        data = summary_data(loaded, resolved) | _unchecked_data(resolved)
+        if hardware is not None:
+            data["estimate"] = _estimate_data(loaded, resolved, hardware, assumed)
+        print(json.dumps(data, indent=2))
+        return 0
+    rows = _estimate_rows(loaded, resolved, hardware, assumed) if hardware is not None else []
+    rows += _unchecked_rows(resolved)
+    print(summary_table(loaded, resolved, more=rows))
+    return 0
+
+
+def _estimate_rows(
+    loaded: LoadedRecipe, resolved: Resolved, hardware: Hardware, assumed: Assumed
+) -> list[Row]:
+    return time_rows(stage_times(loaded, resolved, hardware, assumed), hardware, assumed)
+
+
+def _estimate_data(
+    loaded: LoadedRecipe, resolved: Resolved, hardware: Hardware, assumed: Assumed
+) -> dict[str, Any]:
+    times = stage_times(loaded, resolved, hardware, assumed)
+    return {"hardware": hardware.name, "time": time_data(times, assumed)}
+
+
+def _unchecked_rows(resolved: Resolved) -> list[Row]:
+    if not resolved.unchecked:
+        return []
+    rows = [("", ""), ("not checked", "a plan: what is not there was not looked into; `train` refuses it")]
+    return rows + [(f"  {problem.path}", problem.text.split("; ")[0]) for problem in resolved.unchecked]
+
+
+def _unchecked_data(resolved: Resolved) -> dict[str, Any]:
+    return {"not_checked": {problem.path: problem.text for problem in resolved.unchecked}}
+
+
+def _positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be a number above 0")
+    return value

@@ -1,0 +1,164 @@
+"""The time of every stage of a checked recipe on one type of machine, and what had to be assumed for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.estimate.generation import Engines
+from megatron_rl.estimate.hardware import Hardware
+from megatron_rl.estimate.lengths import Lengths
+from megatron_rl.estimate.timing import RlWork, StepTime, rl_step, sft_step, sync_s, train_pass
+from megatron_rl.estimate.training import Trainer
+from megatron_rl.estimate.work import ModelWork, model_work
+from megatron_rl.recipe.amounts import prompts_drawn
+from megatron_rl.recipe.hosts import parse_host_port
+from megatron_rl.recipe.load import LoadedRecipe
+from megatron_rl.recipe.resolve import Resolved
+from megatron_rl.recipe.stages import EngineConfig, RlStage, SftStage, Stage
+from megatron_rl.recipe.transfer import transfer_summary
+
+RESPONSE_FRAC = 1 / 3  # of the longest allowed, where nobody says the mean: ours, a guess
+PROMPT_TOKENS = 200  # of a problem in its template, where nobody says the mean: ours, of public math sets
+# one answer on one grading process, one test of a program in one sandbox. Ours: orders of size on one CPU core; what
+# a run measures is time/reward_s
+ANSWER_S, PROGRAM_TEST_S = 0.02, 0.2
+# of an engine's GPU memory, for what is neither weights nor KV cache: activations, graphs, the runtime. Ours
+ENGINE_OTHER_GIB = 3.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumed:
+    """What a recipe does not say. None: derived, see RESPONSE_FRAC and PROMPT_TOKENS."""
+
+    response_mean: float | None = None  # tokens; of an SFT sample: all its tokens
+    prompt_mean: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTime:
+    """One stage: a step of it, how many there are, and on what lengths."""
+
+    kind: str
+    step: StepTime
+    steps: int  # 0: not known
+    mean_tokens: float  # of a response, or of an SFT sample
+    prompt_tokens: float  # 0 for SFT
+    mfu: float  # of training: products and attention without recompute, over the BF16 peak
+    engine_gpus: int  # 0 for SFT
+    is_separate: bool  # whether engines have GPUs of their own
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.step.gpu_hours(self.steps)
+
+
+def stage_times(
+    loaded: LoadedRecipe, resolved: Resolved, hardware: Hardware, assumed: Assumed
+) -> tuple[StageTime, ...]:
+    """One entry per stage of a recipe that `check_recipe` accepted."""
+    recipe, work = loaded.recipe, model_work(resolved.spec)
+    cost = train_pass(recipe.model.recompute)
+    times = []
+    for stage, numbers in zip(recipe.stages, resolved.stages, strict=True):
+        trainer = Trainer(
+            work=work,
+            layout=resolved.layout,
+            hardware=hardware,
+            microbatch_tokens=stage.tokens_per_microbatch,
+        )
+        if isinstance(stage, SftStage):
+            lengths = sample_lengths(stage, assumed)
+            context = lengths.mean_square / lengths.mean / 2
+            step = sft_step(
+                trainer, tokens=stage.global_batch_size * lengths.mean, context=context, cost=cost
+            )
+            prompt, engine_gpus, is_separate = 0.0, 0, False
+        else:
+            transfer = transfer_summary(
+                resolved.spec, resolved.layout, stage.engine, dtype=recipe.model.dtype
+            )
+            load = rl_work(stage, assumed, transfer_s=transfer_time(transfer, hardware))
+            lengths, context, prompt = load.lengths, load.context, load.prompt_tokens
+            engines = stage_engines(stage.engine, work, hardware)
+            engine_gpus, is_separate = engines.tp * engines.replicas, has_own_gpus(stage)
+            num_gpus = resolved.layout.world_size + (engine_gpus if is_separate else 0)
+            step = rl_step(trainer, engines, load, cost=cost, num_gpus=num_gpus)
+        times.append(
+            StageTime(
+                kind=stage.kind,
+                step=step,
+                steps=numbers.iterations,
+                mean_tokens=lengths.mean,
+                prompt_tokens=prompt,
+                mfu=_mfu(work, step, context, resolved.layout.world_size, hardware),
+                engine_gpus=engine_gpus,
+                is_separate=is_separate,
+            )
+        )
+    return tuple(times)
+
+
+def sample_lengths(stage: Stage, assumed: Assumed) -> Lengths:
+    """Lengths of what a stage generates, or of SFT's whole samples."""
+    longest = stage.max_sample_tokens if isinstance(stage, SftStage) else stage.sampling.max_response_tokens
+    mean = assumed.response_mean or longest * RESPONSE_FRAC
+    return Lengths(mean=min(mean, float(longest)), longest=longest)
+
+
+def rl_work(stage: RlStage, assumed: Assumed, *, transfer_s: float) -> RlWork:
+    """An iteration of one round of generation that trains on all groups it may keep: the most of both."""
+    answers = prompts_drawn(stage) * stage.group_size
+    prompt = min(assumed.prompt_mean or PROMPT_TOKENS, stage.sampling.max_prompt_tokens)
+    kl = stage.algorithm.kl
+    return RlWork(
+        generated=answers,
+        trained=stage.prompts_per_iteration * stage.group_size,
+        updates=stage.updates_per_rollout,
+        prompt_tokens=prompt,
+        lengths=sample_lengths(stage, assumed),
+        scorings=1 if kl is None else 2,
+        reward_s=_reward_s(stage, answers),
+        sync_s=transfer_s,
+        overlap=getattr(stage, "overlap", "none") != "none",
+    )
+
+
+def _reward_s(stage: RlStage, answers: int) -> float:
+    if "code_tests" in stage.rewards:
+        return answers * stage.sandbox.max_tests * PROGRAM_TEST_S / stage.sandbox.slots
+    return answers * ANSWER_S / stage.grader.workers
+
+
+def transfer_time(transfer: dict[str, Any], hardware: Hardware) -> float:
+    """Seconds of a transfer from the summary of its plan."""
+    busiest = max(*transfer["sent_bytes"].values(), *transfer["received_bytes"].values())
+    on_wires = transfer["intra_node_bytes"] + transfer["cross_node_bytes"]
+    crossing = transfer["cross_node_bytes"] / on_wires if on_wires else 0.0
+    return sync_s(hardware, busiest_bytes=busiest, crossing_frac=crossing, buckets=transfer["buckets"])
+
+
+def has_own_gpus(stage: RlStage) -> bool:
+    """Whether engines run beside the trainer's GPUs: on other machines, or while it trains."""
+    hosts = [parse_host_port(text) for text in stage.engine.hosts]
+    return getattr(stage, "overlap", "none") != "none" or any(not host.is_loopback() for host in hosts)
+
+
+def stage_engines(engine: EngineConfig, work: ModelWork, hardware: Hardware) -> Engines:
+    """Engines with the KV cache that their share of the memory leaves them."""
+    share = hardware.memory_gib * engine.gpu_memory_fraction - ENGINE_OTHER_GIB
+    free = share * 2**30 * engine.tp - work.num_weights * 2
+    per_token = work.kv_elements * work.num_layers * 2
+    return Engines(
+        work=work,
+        hardware=hardware,
+        tp=engine.tp,
+        replicas=engine.replicas,
+        max_concurrent=engine.max_concurrent,
+        kv_tokens=max(0.0, free / per_token),
+    )
+
+
+def _mfu(work: ModelWork, step: StepTime, context: float, num_ranks: int, hardware: Hardware) -> float:
+    flops = 3 * (work.model_flops + work.attention_flops * context * work.num_layers) * step.tokens
+    return flops / (step.phases["train"] * num_ranks * hardware.bf16_tflops * 1e12)

@@ -1,0 +1,145 @@
+"""`check` as a planner uses it: a machine type, no model and no data on the disk."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.estimate.models import known_models, named_spec
+from megatron_rl.estimate.work import model_work
+from tests.helpers.source import ROOT
+
+MATH = str(ROOT / "recipes/klear_reasoner_8b/math_rl.yaml")
+FULL = str(ROOT / "recipes/klear_reasoner_8b/full.yaml")
+PLAN = ["--world", "64", "--gpu", "h100-80g", "--model-config", "qwen3-8b"]
+
+
+@pytest.fixture(autouse=True)
+def _empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def data_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main(["check", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["check", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_an_8b_run_on_64_h100_is_planned_with_nothing_downloaded(capsys):
+    assert main(["check", MATH, *PLAN]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = {line[:26].strip(): line[26:].strip() for line in lines}
+    assert "on 64 GPUs" in heads["iteration"]
+    assert "generate" in heads["iteration is"] and "GPU hours" in heads["in all"]
+    assert "a guess, say --response-mean" in "\n".join(lines)
+    unchecked = lines[next(i for i, line in enumerate(lines) if line.startswith("not checked")) :]
+    names = [line.split()[0] for line in unchecked[1:]]
+    assert names == [
+        "model.hf_path",
+        "stages.0.prompts",
+        "stages.0.eval.sets.aime24",
+        "stages.0.eval.sets.aime25",
+    ]
+
+
+def test_without_plan_what_is_not_there_is_still_refused(capsys):
+    text = error_of(capsys, MATH, "--world", "64", "--gpu", "h100-80g")
+    assert "4 problems" in text and "model.hf_path" in text
+
+
+def test_a_plan_without_the_models_sizes_says_how_to_give_them(capsys):
+    text = error_of(capsys, MATH, "--world", "64", "--plan")
+    assert "1 problem" in text and "a plan needs its sizes: --model-config" in text
+
+
+def test_a_directory_with_nothing_but_a_config_json_is_enough_for_a_plan(capsys, tmp_path):
+    (tmp_path / "mine").mkdir()
+    config = Path(model_file("qwen3-8b")).read_text()
+    (tmp_path / "mine/config.json").write_text(config)
+    data = data_of(capsys, MATH, "--world", "64", "--plan", "model.hf_path=mine")
+    assert data["model"]["num_parameters"] == 8_190_735_360
+    assert "model.hf_path" not in data["not_checked"]
+    again = data_of(capsys, MATH, "--world", "64", "--model-config", "mine/config.json")
+    assert again["model"]["num_parameters"] == 8_190_735_360
+
+
+def model_file(name: str) -> Path:
+    from megatron_rl.estimate import models
+
+    return Path(models.__file__).parent / f"models/{name}.json"
+
+
+def test_a_plan_still_finds_what_does_not_fit_together_all_at_once(capsys):
+    text = error_of(capsys, MATH, *PLAN, "layout.tp=6", "stages.0.group_size=1", "stages.0.engine.tp=3")
+    for path in ("layout", "stages.0.group_size", "stages.0.engine.tp"):
+        assert path in text
+
+
+def test_time_of_every_stage_is_there_for_programs(capsys):
+    data = data_of(capsys, FULL, *PLAN)
+    sft, math, code = data["estimate"]["time"]
+    assert (sft["kind"], math["kind"], code["kind"]) == ("sft", "rl", "rl")
+    assert set(math["phases_s"]) == {"generate", "reward", "logprob", "train", "sync"}
+    assert sum(math["phases_s"].values()) == pytest.approx(math["step_s"])
+    assert math["gpu_hours"] == pytest.approx(math["step_s"] * math["steps"] * 64 / 3600)
+    assert math["tokens_per_s_per_gpu"] == pytest.approx(math["tokens_per_step"] / math["step_s"] / 64)
+    assert code["phases_s"]["reward"] > math["phases_s"]["reward"]
+    assert 0.2 < math["train_mfu"] < 0.5
+
+
+def test_epochs_of_data_that_is_not_there_leave_gpu_hours_open_until_steps_are_given(capsys):
+    assert data_of(capsys, FULL, *PLAN)["estimate"]["time"][0]["gpu_hours"] is None
+    given = data_of(capsys, FULL, *PLAN, "stages.0.steps=11719")["estimate"]["time"][0]
+    assert given["gpu_hours"] == pytest.approx(given["step_s"] * 11719 * 64 / 3600)
+
+
+def test_longer_responses_cost_more_and_a_given_mean_is_no_guess(capsys):
+    short, long = (
+        data_of(capsys, MATH, *PLAN, "--response-mean", mean)["estimate"]["time"][0]
+        for mean in ("4000", "16000")
+    )
+    assert short["mean_tokens"] == 4000 and short["is_mean_given"]
+    assert long["step_s"] > 2 * short["step_s"]
+
+
+def test_more_replicas_and_more_memory_shorten_generation(capsys):
+    def generate_s(*more: str) -> float:
+        return data_of(capsys, MATH, *PLAN, *more)["estimate"]["time"][0]["phases_s"]["generate"]
+
+    base = generate_s()
+    assert generate_s("stages.0.engine.replicas=64") < base / 4
+    assert generate_s("--gpu", "h200-141g") < base
+
+
+def test_engines_on_other_machines_count_as_gpus_of_their_own(capsys):
+    hosts = "stages.0.engine.hosts=[10.0.0.1:4000]"
+    secret = "stages.0.engine.secret_file=secret"
+    time = data_of(capsys, MATH, *PLAN, hosts, secret)["estimate"]["time"][0]
+    assert (time["num_gpus"], time["engine_gpus"]) == (72, 8)
+
+
+def test_a_wrong_machine_type_or_model_is_answered_with_the_known_ones(capsys):
+    assert "did you mean 'h100-80g'" in error_of(capsys, MATH, "--gpu", "h100")
+    text = error_of(capsys, MATH, "--gpu", "h100-80g", "--model-config", "qwen3-8")
+    assert "did you mean 'qwen3-8b'" in text
+
+
+def test_options_of_estimates_alone_are_refused(capsys):
+    assert "add --gpu NAME" in error_of(capsys, MATH, "--response-mean", "100")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen3-4b", 4.0), ("qwen3-8b", 8.2), ("qwen3-14b", 14.8), ("qwen3-32b", 32.8), ("qwen3-30b-a3b", 30.5),
+        ("qwen2.5-7b", 7.6), ("qwen2.5-32b", 32.8), ("llama-3.1-8b", 8.0), ("llama-3.1-70b", 70.6),
+    ],
+)  # fmt: skip
+def test_known_models_have_the_size_that_their_cards_state(name, billions):
+    assert name in known_models()
+    assert model_work(named_spec(name)).num_weights / 1e9 == pytest.approx(billions, abs=0.06)
