@@ -164,6 +164,10 @@ class EngineConfig:
     kind: Literal["vllm"] = "vllm"
     tp: PositiveInt = 1  # tensor-parallel workers of one engine
     replicas: PositiveInt = 1  # engines
+    # which replica answers which request. even: equal blocks in their order, so that a run is the same to the last
+    # bit. least_loaded: group by group to the one with the fewest tokens outstanding; the same seeds and tokens, but
+    # batches depend on time, and with them the last bits of log-probs where kernels are not batch-invariant
+    routing: Literal["even", "least_loaded"] = "even"
     # HOST:PORT of each machine that runs `megatron-rl engine`: replica i is started on host i modulo their number.
     # Empty: all on the machine of trainer rank 0. Paths must be the same on all machines
     hosts: tuple[Text, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from megatron_rl.errors import EngineError, LostEngineError
@@ -19,7 +20,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, explain: Callable[[EngineError, float, str], str]) -> None:
         self._sock, self._explain = sock, explain
-        self._lock = threading.Lock()
+        self._lock = _Turns()
         self._lost: str | None = None
         self._is_closed = False
 
@@ -77,6 +78,34 @@ class Channel:
             if not sent and type(error) is EngineError:
                 raise  # too large to send: not a byte left, so the next one may
             raise self.give_up(self._explain(error, timeout_s, doing)) from error
+
+
+class _Turns:
+    """A lock that goes to whoever waits longest: one thread that asks again and again does not keep others from it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self._is_held = False
+
+    def acquire(self, *, timeout: float) -> bool:
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+            try:
+                has_turn = self._changed.wait_for(
+                    lambda: not self._is_held and self._waiting[0] is turn, timeout=timeout
+                )
+                self._is_held = self._is_held or has_turn
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+            return has_turn
+
+    def release(self) -> None:
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
 
 
 def setting_behind(doing: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,18 +22,55 @@ class GenerateRequest:
     stop_token_ids: Sequence[int] = ()
 
 
+Ticket = int  # of one submitted request; unique in an engine
+
+
 class RolloutEngine(Protocol):
-    """One or more engine processes behind one door. Only the driving trainer rank holds one."""
+    """One or more engine processes behind one door. Only the driving trainer rank holds one.
+
+    Requests are submitted and waited for, and meanwhile others can be submitted, waited for and cancelled; `generate`
+    is both at once. Weights are transferred only while nothing runs.
+    """
 
     @property
     def weight_version(self) -> int:
         """Version that every replica confirmed after the last finished transfer; -1 before the first."""
         ...
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Completions in the order of `requests`: a pure function of them, the weights and the number of replicas.
+    def generate(self, requests: Sequence[GenerateRequest], *, evenly: bool = False) -> list[Completion]:
+        """Completions in the order of `requests`. `evenly`: replicas take consecutive blocks of them, whatever
+        `engine.routing` says, so that of as many requests as there are replicas each has one.
 
-        Raises LostEngineError if a replica dies or hangs, EngineError if it is stale.
+        Where they are in blocks, a pure function of the requests, the weights and the number of replicas; with
+        `least_loaded` log-probs may differ in their last bits, see `EngineConfig.routing`.
+        Raises LostEngineError if a replica dies or hangs, EngineError if it is stale. Called again with the same
+        requests, only what is missing is done.
+        """
+        ...
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> list[Ticket]:
+        """Begin with these and return. A ticket each, to be given to `wait` or `cancel` once.
+
+        Raises EngineError when a request does not fit; what a replica refuses is raised by `wait`.
+        """
+        ...
+
+    def wait(
+        self, tickets: Collection[Ticket], *, count: int | None = None, timeout_s: float | None = None
+    ) -> dict[Ticket, Completion]:
+        """At least `count` (None: all) of these as soon as they are finished; fewer once `timeout_s` is over. 0 polls.
+
+        Raises LostEngineError if a replica that has one of them dies or hangs, EngineError if it is stale. The tickets
+        stay good: after a restart and a transfer, waiting again asks for the missing ones anew, with the weights of
+        then. What was finished on other replicas is kept.
+        """
+        ...
+
+    def cancel(self, tickets: Collection[Ticket]) -> dict[Ticket, Completion]:
+        """End these; others go on. Of each the tokens, log-probs and weight version so far, with `Finish.ABORT`, or the
+        whole completion if it was finished; no tokens where none was begun or its replica is lost.
+
+        A request for the same prompt with those tokens behind it, and a seed of its own, goes on from there.
         """
         ...
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.errors import EngineError, LostEngineError, ReshardError
 from megatron_rl.rollout.channel import STARTING, Channel, setting_behind
 from megatron_rl.rollout.devices import node_id
 from megatron_rl.rollout.engine_scratch import EngineScratch
@@ -102,6 +102,10 @@ class EngineProcess:
     def ask(self, cmd: str, *, timeout_s: float, **fields: Any) -> Any:
         """One command and its result. Raises what the engine says, and LostEngineError if it is lost."""
         return self._exchange({"cmd": cmd, **fields}, timeout_s=timeout_s, doing=cmd)["result"]
+
+    def give_up(self, reason: str) -> LostEngineError:
+        """It cannot be relied on any more: `lost` from now on."""
+        return self._channel.give_up(reason)
 
     def close(self) -> None:
         """Shutdown, then SIGTERM, then SIGKILL of its own process group; the last at once for one that is lost or not

@@ -127,6 +127,10 @@ class RemoteEngine:
         message = {"cmd": "ask", "name": cmd, "timeout_s": timeout_s, "fields": fields}
         return self._exchange(message, timeout_s=timeout_s, doing=cmd)["result"]
 
+    def give_up(self, reason: str) -> LostEngineError:
+        """It cannot be relied on any more: `lost` from now on."""
+        return self._channel.give_up(reason)
+
     def close(self) -> None:
         """Let the host stop its process group; without an answer the end of the connection does. Safe to call twice."""
         if self._channel.is_open:

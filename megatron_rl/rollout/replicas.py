@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_rl.errors import EngineError
+from megatron_rl.errors import EngineError, LostEngineError
 from megatron_rl.platform.device import has_accelerator
 from megatron_rl.recipe.hosts import is_loopback, parse_host_port
 from megatron_rl.recipe.stages import EngineConfig
@@ -57,6 +57,10 @@ class Replica(Protocol):
     def start(self, message: Message, *, timeout_s: float) -> None: ...
 
     def ask(self, cmd: str, *, timeout_s: float, **fields: Any) -> Any: ...
+
+    def give_up(self, reason: str) -> LostEngineError:
+        """It cannot be relied on any more: `lost` from now on."""
+        ...
 
     def close(self) -> None: ...
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from megatron_rl.data.types import Completion, Finish
+from megatron_rl.data.types import Completion
 from megatron_rl.errors import EngineError, ReshardError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.reshard.tables import check_served, check_target
 from megatron_rl.reshard.transports import TransportKind
-from megatron_rl.rollout.engine import GenerateRequest
+from megatron_rl.rollout.dispatch import Dispatcher
+from megatron_rl.rollout.engine import GenerateRequest, Ticket
 from megatron_rl.rollout.replicas import Replica, ReplicaPlaces, meeting_host
 from megatron_rl.rollout.wire import Message
 from megatron_rl.rollout.yarn import Yarn
@@ -28,18 +29,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Block:
-    """What one replica was asked to generate in one call, and its answer when it comes."""
+class _Call:
+    """A call of `generate` that was not answered yet."""
 
     requests: Sequence[GenerateRequest]
+    evenly: bool
     weight_version: int
-    answer: Future[list[Completion]]
+    tickets: Sequence[Ticket]
 
-    def serves(self, requests: Sequence[GenerateRequest], weight_version: int) -> bool:
-        """Whether it has, or will have, the completions of these."""
-        return (self.requests, self.weight_version) == (requests, weight_version) and not (
-            self.answer.done() and self.answer.exception()
-        )
+    def serves(self, requests: Sequence[GenerateRequest], evenly: bool, weight_version: int) -> bool:
+        """Whether its tickets are those of these."""
+        asked = (requests, evenly, weight_version)
+        return (self.requests, self.evenly, self.weight_version) == asked
 
 
 class VllmEngine:
@@ -50,7 +51,10 @@ class VllmEngine:
         self._replicas: list[Replica] = []
         self._places: ReplicaPlaces | None = None
         self._start_message: Message = {}
-        self._blocks: list[_Block] = []
+        self._open_call: _Call | None = None
+        self._dispatcher = Dispatcher(
+            config, replica=lambda i: self._replicas[i], weight_version=lambda: self._weight_version
+        )
         self._threads = ThreadPoolExecutor(max_workers=config.replicas, thread_name_prefix="engine")
         self._weight_version = -1
 
@@ -140,31 +144,52 @@ class VllmEngine:
         """Where workers reach this machine, which other trainer ranks reach as `host`: see `replicas.meeting_host`."""
         return meeting_host(host, self._replicas)
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Completions in the order of `requests`; replicas take blocks of them, so that groups stay together.
+    def generate(self, requests: Sequence[GenerateRequest], *, evenly: bool = False) -> list[Completion]:
+        """Completions in the order of `requests`, see `RolloutEngine.generate`.
 
         Raises LostEngineError naming the replica that died or timed out, at once: the others go on, and the next
         call takes their completions where it asks for the same. EngineError names a replica that is stale, or the
         request that does not fit.
         """
+        call, self._open_call = self._open_call, None
+        if call is None or not call.serves(requests, evenly, self._weight_version):
+            if call is not None:
+                self._dispatcher.cancel(call.tickets)
+            call = _Call(
+                requests=requests,
+                evenly=evenly,
+                weight_version=self._weight_version,
+                tickets=self._submit(requests, evenly=evenly),
+            )
+        self._open_call = call
+        completions = self._dispatcher.wait(call.tickets, count=None, timeout_s=None)
+        self._open_call = None
+        return list(completions.values())
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> list[Ticket]:
+        """See `RolloutEngine.submit`."""
+        return self._submit(requests, evenly=False)
+
+    def wait(
+        self, tickets: Collection[Ticket], *, count: int | None = None, timeout_s: float | None = None
+    ) -> dict[Ticket, Completion]:
+        """See `RolloutEngine.wait`; errors name the replica."""
+        return self._dispatcher.wait(tickets, count=count, timeout_s=timeout_s)
+
+    def cancel(self, tickets: Collection[Ticket]) -> dict[Ticket, Completion]:
+        """See `RolloutEngine.cancel`."""
+        return self._dispatcher.cancel(tickets)
+
+    def load_metrics(self) -> dict[str, float]:
+        """`engine/imbalance`: the busiest replica's seconds over their mean, since this was last asked; nothing for one
+        replica."""
+        found = self._dispatcher.take_imbalance()
+        return {} if found is None else {"engine/imbalance": found}
+
+    def _submit(self, requests: Sequence[GenerateRequest], *, evenly: bool) -> list[Ticket]:
         for i, request in enumerate(requests):
             self._check_fits(f"request {i}", len(request.prompt_token_ids), request.max_tokens)
-        share = -(-len(requests) // len(self._replicas))
-        blocks = [requests[i : i + share] for i in range(0, len(requests), share)] if requests else []
-        earlier = dict(enumerate(self._blocks))
-        self._blocks = [
-            earlier[i]
-            if i in earlier and earlier[i].serves(block, self._weight_version)
-            else _Block(
-                requests=block,
-                weight_version=self._weight_version,
-                answer=self._threads.submit(self._generate_on, self._replicas[i], block),
-            )
-            for i, block in enumerate(blocks)
-        ]
-        answers = self._together([block.answer for block in self._blocks])
-        self._blocks = []
-        return [completion for block in answers for completion in block]
+        return self._dispatcher.submit(requests, evenly=evenly or self._config.routing == "even")
 
     def score(self, token_ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """Log-probabilities of `token_ids[1:]` at `temperature` by replica 0; [L - 1].
@@ -193,6 +218,7 @@ class VllmEngine:
 
     def find_lost(self) -> dict[int, str]:
         """Replicas that died or no longer answer, and why. Waits until the others are done with what they do."""
+        self._dispatcher.drain()
 
         def look(replica: Replica) -> None:
             # what a living one is busy with has its own time-out
@@ -246,10 +272,16 @@ class VllmEngine:
         return self._in_background(join)
 
     def begin_update(self, version: int, *, timeout_s: float) -> Future[Any]:
-        """Ask every worker to receive and load; the future ends when all have. Until `finish_update` all are stale."""
-        return self._in_background(
-            lambda replica: replica.ask("receive", timeout_s=timeout_s + _ACK_SLACK_S, weight_version=version)
-        )
+        """Ask every worker to receive and load; the future ends when all have. Until `finish_update` all are stale.
+
+        The future fails with EngineError while requests run.
+        """
+
+        def receive(replica: Replica) -> None:
+            self._dispatcher.check_idle("weight transfer")
+            replica.ask("receive", timeout_s=timeout_s + _ACK_SLACK_S, weight_version=version)
+
+        return self._in_background(receive)
 
     def finish_update(self, version: int) -> None:
         """All of all engines arrived: let them generate with it. Afterwards `weight_version` is `version`."""
@@ -262,6 +294,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop every process of every replica within seconds; safe to call twice."""
+        self._dispatcher.close()
         if self._replicas:
             # at once, and not on the pool: a busy replica takes seconds to stop and holds a thread of it
             with ThreadPoolExecutor(max_workers=len(self._replicas)) as closing:
@@ -285,15 +318,7 @@ class VllmEngine:
         self._replicas[number].close()
         self._replicas[number] = fresh = self._places.open(number)
         self._start(fresh)
-
-    def _generate_on(self, replica: Replica, block: Sequence[GenerateRequest]) -> list[Completion]:
-        answers = replica.ask(
-            "generate",
-            timeout_s=self._config.request_timeout_s,
-            weight_version=self._weight_version,
-            requests=[_to_wire(request) for request in block],
-        )
-        return [completion_from_wire(answer, replica=replica.name) for answer in answers]
+        self._dispatcher.replaced(number)
 
     def _all(self, step: Callable[[Replica], T]) -> list[T]:
         return self._together([self._threads.submit(step, replica) for replica in self._replicas])
@@ -313,27 +338,6 @@ class VllmEngine:
             if future.done() and (error := future.exception()):
                 raise error
         return [future.result() for future in futures]
-
-
-def completion_from_wire(answer: Mapping[str, Any], *, replica: str) -> Completion:
-    """One answer of a worker. Raises EngineError naming `replica` for a finish reason that we do not know."""
-    try:
-        finish = Finish(answer["finish"])
-    except ValueError as error:
-        raise EngineError(
-            f"{replica}: a completion of {len(answer['token_ids'])} tokens ended with finish reason "
-            f"{answer['finish']!r}, known are {', '.join(known.value for known in Finish)}; its log may say why"
-        ) from error
-    return Completion(**{**answer, "finish": finish})
-
-
-def _to_wire(request: GenerateRequest) -> dict[str, Any]:
-    fields = asdict(request)
-    return {
-        **fields,
-        "prompt_token_ids": list(fields["prompt_token_ids"]),
-        "stop_token_ids": list(fields["stop_token_ids"]),
-    }
 
 
 def _check_port_free(port: int) -> None:

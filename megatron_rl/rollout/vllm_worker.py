@@ -17,15 +17,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_rl.errors import EngineError, ReshardError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.platform.parent import wake_with_parent
 from megatron_rl.rollout.devices import visible_devices
+from megatron_rl.rollout.engine_server import EngineServer, one_line
 from megatron_rl.rollout.kv_cache import BLOCK_TOKENS, kv_cache_bytes
 from megatron_rl.rollout.shared_memory import remove_shared_memory, shared_memory_of_group
 from megatron_rl.rollout.vllm_plugin import BACKEND, register
@@ -64,7 +63,7 @@ def main() -> int:
     try:
         start = recv_message(sock)
         began = time.monotonic()
-        server = EngineServer(build_llm(start), start["tp"], has_weights=_has_weights(start))
+        server = EngineServer(build_llm(start), has_weights=_has_weights(start))
         print(f"--- ready in {time.monotonic() - began:.1f} s with {_versions()}", flush=True)
         send_message(sock, {"result": None})
         server.serve(sock)
@@ -75,7 +74,7 @@ def main() -> int:
         _end(args.scratch)
     except Exception as error:  # whatever it is, the owner must hear of it
         traceback.print_exc()
-        send_message(sock, {"error": {"kind": "start", "message": _one_line(error)}})
+        send_message(sock, {"error": {"kind": "start", "message": one_line(error)}})
         return 1
 
 
@@ -219,170 +218,11 @@ def _has_weights(start: Message) -> bool:
     return any(Path(start["hf_path"]).glob("*.safetensors"))
 
 
-class EngineServer:
-    """Answers one command at a time. `version` -1: the weights of the HF directory, where it has any."""
-
-    def __init__(self, llm: Any, tp: int, *, has_weights: bool) -> None:
-        self._llm, self._tp = llm, tp
-        self._version = -1
-        self._stale = None if has_weights else "none were transferred yet, and the model directory holds none"
-        self._commands: dict[str, Callable[[Message], Any]] = {
-            "generate": self._generate,
-            "score": self._score,
-            "status": self._status,
-            "init_transfer": self._init_transfer,
-            "receive": self._receive,
-            "commit": self._commit,
-        }
-
-    def serve(self, sock: socket.socket) -> None:
-        """Until a `shutdown` command or the end of the stream."""
-        while True:
-            message = recv_message(sock)
-            if message["cmd"] == "shutdown":
-                send_message(sock, {"result": None})
-                return
-            try:
-                answer = {"result": self._commands[message["cmd"]](message)}
-            except ReshardError as error:
-                answer = {"error": {"kind": "reshard", "message": str(error)}}
-            except Exception as error:  # the owner decides what a failed command means
-                traceback.print_exc()
-                # of a request that cannot be served we know what it did to us: nothing
-                kind = "engine" if isinstance(error, EngineError | ValueError | TypeError) else "crash"
-                answer = {"error": {"kind": kind, "message": _one_line(error)}}
-            try:
-                send_message(sock, answer)
-            except WireClosed:
-                raise
-            except EngineError as error:  # an answer too large to send; the owner waits for one all the same
-                send_message(sock, {"error": {"kind": "engine", "message": _one_line(error)}})
-
-    def _status(self, message: Message) -> Message:
-        return {"weight_version": self._version, "stale": self._stale}
-
-    def _check_fresh(self, expected: int) -> None:
-        if self._stale is not None:
-            raise EngineError(f"weights are stale ({self._stale}); send all weights again before generating")
-        if self._version != expected:
-            raise EngineError(f"weights are version {self._version}, the request expects {expected}")
-
-    def _generate(self, message: Message) -> list[Message]:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        self._check_fresh(message["weight_version"])
-        # a cached block was computed in another batch: its last bits must not depend on what was asked before
-        self._forget_prefixes()
-        requests = message["requests"]
-        params = [
-            SamplingParams(
-                temperature=r["temperature"],
-                top_p=r["top_p"],
-                top_k=r["top_k"],
-                seed=r["seed"],
-                max_tokens=r["max_tokens"],
-                stop_token_ids=r["stop_token_ids"],
-                ignore_eos=True,
-                logprobs=0,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            for r in requests
-        ]
-        prompts = [{"prompt_token_ids": r["prompt_token_ids"]} for r in requests]
-        outputs = [done.outputs[0] for done in self._llm.generate(prompts, params, use_tqdm=False)]
-        return [
-            {
-                "token_ids": list(out.token_ids),
-                "logprobs": [
-                    row[token].logprob for row, token in zip(out.logprobs, out.token_ids, strict=True)
-                ],
-                "finish": out.finish_reason,
-                "weight_version": self._version,
-            }
-            for out in outputs
-        ]
-
-    def _score(self, message: Message) -> list[list[float]]:
-        from vllm import SamplingParams
-
-        self._check_fresh(message["weight_version"])
-        prompts, temperature = message["prompts"], message["temperature"]
-        # prompt log-probs are always those of temperature 1: at another one every logit of the row is needed
-        rows_wanted = 0 if temperature == 1.0 else -1
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=rows_wanted, detokenize=False)
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompts], [params] * len(prompts), use_tqdm=False
-        )
-        return [
-            _prompt_scores(done.prompt_logprobs[1:], ids[1:], temperature)
-            for done, ids in zip(outputs, prompts, strict=True)
-        ]
-
-    def _init_transfer(self, message: Message) -> None:
-        self._llm.init_weight_transfer_engine({"init_info": message["init_info"]})
-        self._raise_worker_errors()
-
-    def _receive(self, message: Message) -> None:
-        """Load version `weight_version` on every worker as it arrives. Stale from here on until `commit`."""
-        version = message["weight_version"]
-        self._stale = f"update to version {version} did not finish"
-        self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": {"version": version}})
-        self._llm.finish_weight_update()
-        self._raise_worker_errors()
-
-    def _commit(self, message: Message) -> None:
-        """What was received is complete on every engine: nothing of the old weights may stay, then generate."""
-        version = message["weight_version"]
-        self._forget_prefixes()
-        self._llm.update_weight_version(str(version))
-        self._version, self._stale = version, None
-
-    def _forget_prefixes(self) -> None:
-        if not self._llm.reset_prefix_cache():
-            raise EngineError("the prefix cache could not be reset: requests are still running")
-        # a block is read to its end, and where weights were not finite, what is left there makes others NaN too
-        self._llm.collective_rpc(_clear_kv_cache)
-
-    def _raise_worker_errors(self) -> None:
-        if errors := [error for error in self._llm.collective_rpc(_outcome) if error is not None]:
-            raise ReshardError("; ".join(errors))
-
-
-def _prompt_scores(rows: Any, tokens: list[int], temperature: float) -> list[float]:
-    """Log-prob of each token at `temperature`, from vLLM's rows of log-probs at temperature 1."""
-    import torch
-
-    if temperature == 1.0:
-        return [row[token].logprob for row, token in zip(rows, tokens, strict=True)]
-    scores = []
-    for row, token in zip(rows, tokens, strict=True):
-        values = torch.tensor([entry.logprob for entry in row.values()], dtype=torch.float64) / temperature
-        scores.append(row[token].logprob / temperature - values.logsumexp(0).item())
-    return scores
-
-
-def _outcome(worker: Any) -> str | None:
-    outcome: str | None = worker.weight_transfer_engine.outcome()
-    return outcome
-
-
-def _clear_kv_cache(worker: Any) -> None:
-    for cache in worker.model_runner.kv_caches:
-        cache.zero_()
-
-
 def _versions() -> str:
     import torch
     import vllm
 
     return f"vllm {vllm.__version__}, torch {torch.__version__}"
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -220,4 +220,4 @@ def _sample(
     request = GenerateRequest(
         prompt_token_ids=prompt, seed=_SEED, max_tokens=max_tokens, temperature=temperature
     )
-    return [(done.token_ids, done.logprobs) for done in engine.generate([request] * count)]
+    return [(done.token_ids, done.logprobs) for done in engine.generate([request] * count, evenly=True)]

@@ -177,7 +177,7 @@ class _Parity:
             for number, ids in enumerate(prompts)
         ]
         # as many blocks as replicas: each draws all of them
-        done = self._engine.generate(requests * stage.engine.replicas)
+        done = self._engine.generate(requests * stage.engine.replicas, evenly=True)
         sequences = [(*ids, *one.token_ids) for ids, one in zip(prompts, done, strict=False)]
         by_replica = [done[i : i + len(prompts)] for i in range(0, len(done), len(prompts))]
         # a replica that draws other tokens is infinitely far off

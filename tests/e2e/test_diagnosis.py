@@ -114,8 +114,9 @@ class Misasked:
     def score_all(self, prompts: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return [[self._engine.score(ids, temperature=self._scored_at) for ids in prompts]]
 
-    def generate(self, requests: Sequence[Any]) -> Any:
-        return self._engine.generate([replace(request, **self._sampling) for request in requests])
+    def generate(self, requests: Sequence[Any], *, evenly: bool) -> Any:
+        asked = [replace(request, **self._sampling) for request in requests]
+        return self._engine.generate(asked, evenly=evenly)
 
 
 def with_layer(lab: Lab, layer: int, source: Callable[[str], Any]) -> Callable[[], Any]:

@@ -133,6 +133,41 @@ def test_two_replicas_draw_the_samples_of_one_with_long_shared_prefixes(engine):
     assert len({tuple(each.token_ids) for each in together}) == len(requests)
 
 
+def test_completions_are_handed_out_while_others_run_and_come_and_are_cancelled(engine):
+    """What was cut off is the beginning of what it would have been."""
+    short = [request([5, i, 99], seed=i, max_tokens=4) for i in range(8)]
+    long = [request([5, i, 99], seed=i, max_tokens=150) for i in range(64)]
+    alone = engine.generate(short), engine.generate(long)
+    running = engine.submit(long)
+    time.sleep(0.1)
+    partial = engine.cancel(running[::2])
+    later = engine.submit(short)
+    early = engine.wait(later, count=1)
+    scores = engine.score_all([LONG_PROMPT])
+    early |= engine.wait([ticket for ticket in later if ticket not in early])
+    whole = engine.wait(running[1::2])
+    assert [early[ticket].token_ids for ticket in later] == [one.token_ids for one in alone[0]]
+    assert [one.token_ids for one in whole.values()] == [one.token_ids for one in alone[1][1::2]]
+    for cut, full in zip(partial.values(), alone[1][::2], strict=True):
+        count = len(cut.token_ids)
+        assert cut.finish is (Finish.ABORT if count < 150 else Finish.LENGTH)
+        assert cut.token_ids == full.token_ids[:count]
+        assert cut.logprobs == pytest.approx(full.logprobs[:count], abs=1e-6)
+    assert any(0 < len(one.token_ids) < 150 for one in partial.values())
+    # after all of that the engine is as it was
+    assert engine.generate(long) == alone[1]
+    assert engine.score_all([LONG_PROMPT])[0][0] == pytest.approx(scores[0][0], abs=1e-6)
+
+
+def test_weights_wait_for_requests_that_run(engine, push):
+    running = engine.submit([request([5, 4], seed=i, max_tokens=150) for i in range(4)])
+    with pytest.raises(ReshardError, match=r"weight transfer: \d requests are still running; wait for them, or cancel"):
+        push(1, 1)
+    engine.cancel(running)
+    push.sync.disconnect()
+    push(0, 1)
+
+
 def test_logprobs_are_those_of_the_sampling_temperature(engine, models):
     prompt = [3, 7, 9]
     (completion,) = engine.generate([request(prompt, 1, temperature=0.7)])
@@ -375,7 +410,8 @@ def test_a_killed_replica_is_named_and_a_fresh_one_redoes_its_block_to_the_last_
     assert [(replica, bool(re.match(died, why))) for replica, why in engine.find_lost().items()] == [
         (1, True)
     ]
-    kept = engine._blocks[0].answer.result()
+    kept = [engine._dispatcher._flights[ticket].completion for ticket in engine._open_call.tickets[:16]]
+    assert None not in kept
     engine.restart([1])
     assert engine.pids[0] == survivor and group_members(victim) == [] and engine.find_lost() == {}
     with pytest.raises(

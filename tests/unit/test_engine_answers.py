@@ -7,8 +7,8 @@ import pytest
 
 from megatron_rl.data.types import Completion, Finish
 from megatron_rl.errors import EngineError
-from megatron_rl.rollout.vllm_engine import completion_from_wire
-from megatron_rl.rollout.vllm_worker import EngineServer
+from megatron_rl.rollout.dispatch import completion_from_wire
+from megatron_rl.rollout.engine_server import EngineServer
 from megatron_rl.rollout.wire import recv_message, send_message
 
 ANSWER = {"token_ids": [4, 7], "logprobs": [-0.5, -1.25], "weight_version": 3}
@@ -40,8 +40,8 @@ def asked(server, message):
 
 
 def test_an_engine_that_started_without_weights_generates_nothing_before_it_has_some():
-    server = EngineServer(llm=None, tp=1, has_weights=False)
-    request = {"cmd": "generate", "weight_version": -1, "requests": []}
+    server = EngineServer(llm=None, has_weights=False)
+    request = {"cmd": "generate", "weight_version": -1, "requests": [{"ticket": 0}], "cancel": [], "wait_s": 1.0}
     error = asked(server, request)["error"]
     assert error["kind"] == "engine"
     assert (
