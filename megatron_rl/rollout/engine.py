@@ -89,6 +89,11 @@ class RolloutEngine(Protocol):
         """Start these anew in the place of lost ones; all replicas need a weight transfer then. Raises EngineError."""
         ...
 
+    def load_metrics(self) -> dict[str, float]:
+        """How evenly replicas worked since this was last asked: `engine/imbalance`, the busiest one's seconds over
+        their mean. Nothing for one replica."""
+        ...
+
     def status(self) -> list[dict[str, Any]]:
         """Of each replica: `weight_version`, and `stale`: None, or why it refuses to answer."""
         ...

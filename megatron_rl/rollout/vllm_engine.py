@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    """A call of `generate` that was not answered yet."""
+    """A call of `generate` that a replica did not answer."""
 
     requests: Sequence[GenerateRequest]
     evenly: bool
@@ -51,7 +51,7 @@ class VllmEngine:
         self._replicas: list[Replica] = []
         self._places: ReplicaPlaces | None = None
         self._start_message: Message = {}
-        self._open_call: _Call | None = None
+        self._failed_call: _Call | None = None
         self._dispatcher = Dispatcher(
             config, replica=lambda i: self._replicas[i], weight_version=lambda: self._weight_version
         )
@@ -151,7 +151,7 @@ class VllmEngine:
         call takes their completions where it asks for the same. EngineError names a replica that is stale, or the
         request that does not fit.
         """
-        call, self._open_call = self._open_call, None
+        call, self._failed_call = self._failed_call, None
         if call is None or not call.serves(requests, evenly, self._weight_version):
             if call is not None:
                 self._dispatcher.cancel(call.tickets)
@@ -161,10 +161,11 @@ class VllmEngine:
                 weight_version=self._weight_version,
                 tickets=self._submit(requests, evenly=evenly),
             )
-        self._open_call = call
-        completions = self._dispatcher.wait(call.tickets, count=None, timeout_s=None)
-        self._open_call = None
-        return list(completions.values())
+        try:
+            return list(self._dispatcher.wait(call.tickets, count=None, timeout_s=None).values())
+        except EngineError:
+            self._failed_call = call
+            raise
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Ticket]:
         """See `RolloutEngine.submit`."""
@@ -181,8 +182,7 @@ class VllmEngine:
         return self._dispatcher.cancel(tickets)
 
     def load_metrics(self) -> dict[str, float]:
-        """`engine/imbalance`: the busiest replica's seconds over their mean, since this was last asked; nothing for one
-        replica."""
+        """See `RolloutEngine.load_metrics`."""
         found = self._dispatcher.take_imbalance()
         return {} if found is None else {"engine/imbalance": found}
 

@@ -117,6 +117,7 @@ class RlSession:
                 log_dir=run.run_dir / "logs",
             )
             opening.callback(engine.close)
+            self._load_metrics = engine.load_metrics
             stops = stop_token_ids(run.tokenizer)
             # evaluation asks what is correct, training what it is worth
             self._eval_collector = Collector(engine, grader, run.tokenizer, stop_token_ids=stops)
@@ -325,14 +326,15 @@ class RlSession:
         return self._data.sampler.state_dict() if self._data is not None else {}
 
     def fault_metrics(self) -> dict[str, float]:
-        """What was lost and replaced since the stage began or was taken up; on the driving rank, nothing for none."""
+        """What was lost and replaced since the stage began or was taken up, nothing for none, and how evenly engines
+        worked since the last iteration. On the driving rank."""
         if self._data is None:
             return {}
         counts = {
             "engine/restarts": self._engines.num_restarts,
             "reward/worker_restarts": self._grader.num_restarts,
         }
-        return {name: float(count) for name, count in counts.items() if count}
+        return {name: float(count) for name, count in counts.items() if count} | self._load_metrics()
 
     def evaluate_if_due(self, iteration: int, *, total: int) -> dict[str, float]:
         """Evaluate after every `eval.every` iterations and after the last, number `total`. Collective."""

@@ -410,7 +410,7 @@ def test_a_killed_replica_is_named_and_a_fresh_one_redoes_its_block_to_the_last_
     assert [(replica, bool(re.match(died, why))) for replica, why in engine.find_lost().items()] == [
         (1, True)
     ]
-    kept = [engine._dispatcher._flights[ticket].completion for ticket in engine._open_call.tickets[:16]]
+    kept = [engine._dispatcher._flights[ticket].completion for ticket in engine._failed_call.tickets[:16]]
     assert None not in kept
     engine.restart([1])
     assert engine.pids[0] == survivor and group_members(victim) == [] and engine.find_lost() == {}
