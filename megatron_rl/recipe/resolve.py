@@ -245,7 +245,7 @@ def _dp_problems(stage: Stage, path: str, dp: int) -> Iterator[Problem]:
                 f"use {nearest_multiples(stage.global_batch_size, dp)}",
             )
         return
-    samples = _samples_per_step(stage)
+    samples = samples_per_step(stage)
     # prompts that do not split into updates have their own line
     if stage.prompts_per_iteration % stage.updates_per_rollout == 0 and samples % dp:
         yield Problem(
@@ -258,7 +258,7 @@ def _dp_problems(stage: Stage, path: str, dp: int) -> Iterator[Problem]:
 
 def _padding_problems(stage: Stage, path: str, layout: ParallelLayout) -> Iterator[Problem]:
     """Sequence parallelism pads a micro-batch to a multiple of tp, so only whole multiples can be filled."""
-    positions = _longest_sample(stage) - 1  # the last token is only predicted
+    positions = longest_sample(stage) - 1  # the last token is only predicted
     budget = stage.tokens_per_microbatch
     # one below the longest sample has its own line
     if layout.sp and budget > positions > budget // layout.tp * layout.tp:
@@ -280,7 +280,7 @@ def _length_problems(stage: Stage, path: str, spec: ModelSpec) -> Iterator[Probl
                 f"but the model has {spec.max_positions} positions; lower it, or evaluate the exported model with "
                 f"`megatron-rl eval --yarn FACTOR`",
             )
-    longest = _longest_sample(stage)
+    longest = longest_sample(stage)
     if longest <= spec.max_positions:
         return
     if isinstance(stage, SftStage):
@@ -299,13 +299,15 @@ def _length_problems(stage: Stage, path: str, spec: ModelSpec) -> Iterator[Probl
         )
 
 
-def _samples_per_step(stage: Stage) -> int:
+def samples_per_step(stage: Stage) -> int:
+    """Samples or rollouts of one optimizer step, all dp ranks."""
     if isinstance(stage, SftStage):
         return stage.global_batch_size
     return stage.prompts_per_iteration // stage.updates_per_rollout * stage.group_size
 
 
-def _longest_sample(stage: Stage) -> int:
+def longest_sample(stage: Stage) -> int:
+    """Tokens, prompt and response."""
     if isinstance(stage, SftStage):
         return stage.max_sample_tokens
     return stage.sampling.max_prompt_tokens + stage.sampling.max_response_tokens
@@ -316,8 +318,8 @@ def _resolve_stage(stage: Stage, dp: int) -> ResolvedStage:
         iterations, rollouts = stage.iterations, most_prompts_drawn(stage) * stage.group_size
     else:
         iterations, rollouts = stage.steps, 0
-    samples = _samples_per_step(stage)
-    tokens = (rollouts or samples) * _longest_sample(stage)
+    samples = samples_per_step(stage)
+    tokens = (rollouts or samples) * longest_sample(stage)
     return ResolvedStage(
         kind=stage.kind,
         iterations=iterations,
