@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_rl.algo.entropy import EntropyState
 from megatron_rl.data.promotion import observe, promotion_metrics
 from megatron_rl.recipe.stages import RlStage
+from megatron_rl.train.batches import attention_weight
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.progress import Progress
 from megatron_rl.train.reference import open_reference
@@ -24,7 +25,7 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
     step. A KL term to a reference, an entropy bonus and weights against the distance of the first two policies are
     added where the recipe asks for them.
     """
-    policy = run.policy
+    policy, attention = run.policy, attention_weight(run.spec)
     run.start_stage(stage, progress, total_steps=stage.iterations * stage.updates_per_rollout)
     reference = open_reference(stage, progress, run)
     entropy = EntropyState.start(stage.algorithm.entropy, progress.entropy)
@@ -37,7 +38,9 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
             meter = run.begin_step(progress, iteration + 1, phase="generate")
 
             collected = session.collect(progress, meter)
-            updates = plan_updates(collected.kept, stage, run.layout, dp_rank=policy.dp_rank)
+            updates = plan_updates(
+                collected.kept, stage, run.layout, dp_rank=policy.dp_rank, attention_weight=attention
+            )
 
             # old log-probs of every update come before the first one changes the weights
             with meter.span("logprob"):

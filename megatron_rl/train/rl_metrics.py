@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.algo.losses import mismatch_metrics
 from megatron_rl.algo.metric import Metric
+from megatron_rl.data.load import Load
 from megatron_rl.data.types import RolloutGroup, Verdict
 from megatron_rl.parallel.collectives import all_gather_object
 from megatron_rl.train.groups import Collected, is_graded
@@ -26,7 +27,7 @@ def iteration_metrics(
     *,
     policy: Policy,
 ) -> dict[str, float]:
-    """Rollouts, rewards, losses and the gap between engine and trainer. Collective (the gap is gathered)."""
+    """Rollouts, rewards, losses, the gap between engine and trainer, the load. Collective (the gap is gathered)."""
     # the other tp and pp ranks hold copies of the same tokens
     holds_tokens = policy.tp_rank == 0 and policy.pp_rank == 0
     gaps = torch.cat(all_gather_object(logprob_gaps(updates if holds_tokens else [])))
@@ -40,6 +41,7 @@ def iteration_metrics(
         **losses,
         **merge([mismatch_metrics(gaps)]),
         "policy/updates": float(len(steps)),
+        **sum((update.load for update in updates), Load()).metrics(),
     }
 
 

@@ -15,11 +15,12 @@ from megatron_rl.algo.entropy import EntropyState
 from megatron_rl.algo.losses import policy_loss
 from megatron_rl.algo.metric import Metric
 from megatron_rl.algo.surrogates import is_anchored_to_old, make_policy_loss
+from megatron_rl.data.load import Load
 from megatron_rl.data.pack import with_old_logprobs
 from megatron_rl.data.types import PackedBatch, Rollout, RolloutGroup, TrainSample
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.stages import RlStage
-from megatron_rl.train.batches import local_batches, rollout_samples, split_updates
+from megatron_rl.train.batches import rollout_samples, split_updates, step_batches
 from megatron_rl.train.groups import masks_truncated
 from megatron_rl.train.metrics import merge
 from megatron_rl.train.optimizer import SKIPPED
@@ -32,10 +33,16 @@ class Update:
 
     samples: Sequence[TrainSample]
     batches: Sequence[PackedBatch]
+    load: Load  # of the micro-batches of all ranks
 
 
 def plan_updates(
-    groups: Sequence[RolloutGroup], stage: RlStage, layout: ParallelLayout, *, dp_rank: int
+    groups: Sequence[RolloutGroup],
+    stage: RlStage,
+    layout: ParallelLayout,
+    *,
+    dp_rank: int,
+    attention_weight: float = 0.0,
 ) -> list[Update]:
     """Advantages over all groups first, then the cut into optimizer steps, ranks and micro-batches.
 
@@ -52,10 +59,14 @@ def plan_updates(
         first += len(part)
         if not any(sample.num_trained_tokens for sample in samples):
             continue
-        batches = local_batches(
-            samples, layout, dp_rank=dp_rank, tokens_per_microbatch=stage.tokens_per_microbatch
+        step = step_batches(
+            samples,
+            layout,
+            dp_rank=dp_rank,
+            tokens_per_microbatch=stage.tokens_per_microbatch,
+            attention_weight=attention_weight,
         )
-        updates.append(Update(samples=samples, batches=batches))
+        updates.append(Update(samples=samples, batches=step.batches, load=step.load))
     return updates
 
 

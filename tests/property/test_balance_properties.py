@@ -30,9 +30,10 @@ def test_ranks_differ_by_at_most_the_longest_sample(lengths, num_ranks):
     st.integers(20, 60),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 3]),
+    st.sampled_from([0.0, 0.1]),
 )
 def test_plan_is_an_exact_partition_with_agreed_counts_within_budget(
-    lengths, dp, budget, pad_multiple, multiple_of
+    lengths, dp, budget, pad_multiple, multiple_of, attention_weight
 ):
     samples = [TrainSample(token_ids=[1] * (n + 1), loss_mask=[True] * (n + 1)) for n in lengths]
     plan = microbatch_plan(
@@ -41,6 +42,7 @@ def test_plan_is_an_exact_partition_with_agreed_counts_within_budget(
         tokens_per_microbatch=budget,
         pad_multiple=pad_multiple,
         multiple_of=multiple_of,
+        attention_weight=attention_weight,
     )
     assert len(plan) == dp
     assert sorted(i for rank in plan for one in rank for i in one) == list(range(len(lengths)))
@@ -50,3 +52,6 @@ def test_plan_is_an_exact_partition_with_agreed_counts_within_budget(
     assert min(counts) % multiple_of == 0
     usable = budget // pad_multiple * pad_multiple
     assert all(sum(lengths[i] for i in one) <= usable for rank in plan for one in rank)
+    # any two bins of best fit hold more than one budget: never twice as many as the fullest rank needs
+    fullest = max(sum(lengths[i] for one in rank for i in one) for rank in plan)
+    assert min(counts) < 2 * -(-fullest // usable) + multiple_of or not lengths
