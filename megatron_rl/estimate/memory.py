@@ -47,8 +47,9 @@ class TrainShape:
     device: Device
     tokens: int  # of a micro-batch, on one dp rank
     microbatches: int  # of an optimizer step, on one dp rank
+    # tokens of a micro-batch that are trained on; without the prompts, so less than all, but nothing says how many
+    trained: int
     is_rl: bool = False
-    is_masked: bool = True  # some tokens are not trained on
     padding: float = (
         4 / 3
     )  # of attention on CPU: lengths spread evenly over a class, of which the longest is 1
@@ -69,6 +70,7 @@ def train_shape(
         recompute=model.recompute,
         device=device,
         tokens=tokens,
+        trained=tokens - 1,
         microbatches=-(-per_dp // max(1, budget // longest_sample(stage))),
         is_rl=is_rl,
     )
@@ -192,9 +194,9 @@ def _train_bytes(
         shape.spec,
         layout,
         tokens=tokens,
+        trained=shape.trained,
         element_bytes=shape.element_bytes,
         device=shape.device,
-        is_masked=shape.is_masked,
     )
     # input and output of the final norm
     return kept, max(2 * hidden + head, backward)

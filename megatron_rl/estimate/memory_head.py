@@ -29,32 +29,30 @@ def loss_head_bytes(
     layout: ParallelLayout,
     *,
     tokens: int,
+    trained: int,
     element_bytes: int,
     device: Device,
-    is_masked: bool = True,
 ) -> int:
-    """At most beside hidden states, head and its gradient buffer. `is_masked`: some tokens are not trained on."""
+    """At most beside hidden states, head and its gradient buffer. `trained` of the tokens meet the head."""
     e, hidden, rows = element_bytes, spec.hidden_size, _rows(spec, layout)
     gathered = e * tokens * hidden if layout.sp else 0
-    ready = _FLOAT * tokens * hidden
+    ready = _FLOAT * trained * hidden
     if device == "cpu":
-        chunk = min(tokens, _chunk_tokens(rows))
+        chunk = min(trained, _chunk_tokens(rows))
         workspace = _FLOAT * chunk * (rows + min(_BLOCK_COLUMNS, rows))
         copies = chunk * hidden * (e + _FLOAT)
         # of bfloat16 the block of the head that is multiplied is widened
         copies += _FLOAT * min(_BLOCK_COLUMNS, rows) * hidden * (e < _FLOAT)
     else:
-        chunk = min(tokens, _CHUNK_TOKENS)
+        chunk = min(trained, _CHUNK_TOKENS)
         tiles = -(-rows // _TILE_COLUMNS)
         workspace = chunk * (e * tiles * _TILE_COLUMNS + _FLOAT * 4 * tiles)
         copies = e * chunk * hidden
     vectors = _VECTORS_BYTES * tokens
     # at the end gradients of trained tokens are spread over all of them, and under sp summed into a part of these
-    spread = _FLOAT * tokens * hidden if is_masked else 0
+    spread = _FLOAT * tokens * hidden if trained < tokens else 0
     spread += _FLOAT * tokens * hidden // layout.tp if layout.sp else 0
-    in_chunks = workspace + copies + ready
-    at_the_end = workspace + copies + ready + spread if spread else in_chunks
-    return gathered + vectors + max(in_chunks, at_the_end, ready + _check_bytes(spec, layout))
+    return gathered + vectors + ready + max(workspace + copies + spread, _check_bytes(spec, layout))
 
 
 def logprob_head_bytes(
