@@ -9,17 +9,20 @@ from typing import Any
 
 from megatron_rl.arguments import add_recipe, positive_int
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.estimate.hardware import Hardware, load_hardware
+from megatron_rl.estimate.estimate import build_estimate, estimate_data, estimate_rows
+from megatron_rl.estimate.hardware import load_hardware
 from megatron_rl.estimate.models import known_models, named_spec
-from megatron_rl.estimate.stage_time import Assumed, stage_times
-from megatron_rl.estimate.text import Row, time_data, time_rows
-from megatron_rl.recipe.load import LoadedRecipe, load_recipe
+from megatron_rl.estimate.stage_time import Assumed
+from megatron_rl.estimate.text import Row
+from megatron_rl.recipe.load import load_recipe
+from megatron_rl.recipe.problems import raise_problems
 from megatron_rl.recipe.resolve import Resolved, check_recipe, smallest_world
 from megatron_rl.recipe.summary import summary_data, summary_table
 
 _EXAMPLES = """examples:
   megatron-rl check recipes/quickstart.yaml --world 4 layout.tp=2
   megatron-rl check recipes/klear_reasoner_8b/math_rl.yaml --world 64 --gpu h100-80g --model-config qwen3-8b
+  megatron-rl check recipes/klear_reasoner_8b/math_rl.yaml --world 64 --gpu h100-80g --model-config qwen3-8b --suggest
   megatron-rl check mine.yaml --world 64 --gpu cluster.yaml --plan --response-mean 6000
 """
 
@@ -40,7 +43,7 @@ def add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     check.add_argument(
         "--gpu",
         metavar="NAME|FILE",
-        help="estimate time on h100-80g, h200-141g, b200, or the machine type of a YAML file",
+        help="estimate memory and time on h100-80g, h200-141g, b200, or the machine type of a YAML file",
     )
     check.add_argument(
         "--response-mean",
@@ -62,14 +65,18 @@ def add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="with --plan, which it implies: take the model's sizes from this config.json, or those of a public "
         f"model: {', '.join(known_models())}",
     )
+    check.add_argument(
+        "--suggest",
+        action="store_true",
+        help="rank layouts of trainer and engines on --world GPUs by predicted time, among those that fit --gpu",
+    )
     check.set_defaults(run=run_check)
     return check
 
 
 def run_check(args: argparse.Namespace) -> int:
     """Print and return 0. Raises for everything that is wrong with the recipe or the machine type."""
-    if args.gpu is None and (args.response_mean or args.prompt_mean):
-        raise MegatronRLError("--response-mean, --prompt-mean: only estimates use them; add --gpu NAME")
+    _check_options(args)
     hardware = None if args.gpu is None else load_hardware(args.gpu)
     loaded = load_recipe(args.recipe, args.overrides)
     spec = None
@@ -82,29 +89,31 @@ def run_check(args: argparse.Namespace) -> int:
         planned=args.plan or spec is not None,
     )
     assumed = Assumed(response_mean=args.response_mean, prompt_mean=args.prompt_mean)
+    found = (
+        None
+        if hardware is None
+        else build_estimate(loaded, resolved, hardware, assumed, suggests=args.suggest)
+    )
+    if found is not None and found.problems and found.suggestions is None:
+        # with suggestions the numbers are what was asked for
+        raise_problems(loaded.source, found.problems, loaded.places)
     if args.json:
         data = summary_data(loaded, resolved) | _unchecked_data(resolved)
-        if hardware is not None:
-            data["estimate"] = _estimate_data(loaded, resolved, hardware, assumed)
+        if found is not None:
+            data["estimate"] = estimate_data(found)
         print(json.dumps(data, indent=2))
         return 0
-    rows = _estimate_rows(loaded, resolved, hardware, assumed) if hardware is not None else []
+    rows = estimate_rows(found) if found is not None else []
     rows += _unchecked_rows(resolved)
     print(summary_table(loaded, resolved, more=rows))
     return 0
 
 
-def _estimate_rows(
-    loaded: LoadedRecipe, resolved: Resolved, hardware: Hardware, assumed: Assumed
-) -> list[Row]:
-    return time_rows(stage_times(loaded, resolved, hardware, assumed), hardware, assumed)
-
-
-def _estimate_data(
-    loaded: LoadedRecipe, resolved: Resolved, hardware: Hardware, assumed: Assumed
-) -> dict[str, Any]:
-    times = stage_times(loaded, resolved, hardware, assumed)
-    return {"hardware": hardware.name, "time": time_data(times, assumed)}
+def _check_options(args: argparse.Namespace) -> None:
+    if args.gpu is None and (args.response_mean or args.prompt_mean):
+        raise MegatronRLError("--response-mean, --prompt-mean: only estimates use them; add --gpu NAME")
+    if args.suggest and (args.gpu is None or args.world is None):
+        raise MegatronRLError("--suggest: needs the GPUs and their number; add --gpu NAME and --world N")
 
 
 def _unchecked_rows(resolved: Resolved) -> list[Row]:

@@ -96,16 +96,19 @@ def stage_memory(
         longest=longest_sample(stage),
         ranks=[rank_memory(shape, pp_rank=pp_rank, stage=stage) for pp_rank in range(layout.pp)],
         engine=engine,
-        shared_gpus=_shared_gpus(stage) if isinstance(stage, RlStage) else 0,
+        shared_gpus=shared_gpus(stage) if isinstance(stage, RlStage) else 0,
         ranks_per_pp=layout.tp * layout.dp,
         sleeps=sleeps,
     )
 
 
-def _shared_gpus(stage: RlStage) -> int:
-    """Without hosts engines run on the first GPUs of the trainer; hosts are taken for machines of their own."""
+def shared_gpus(stage: RlStage) -> int:
+    """Without hosts engines run on the first GPUs of the trainer; hosts are taken for machines of their own.
+
+    Engines that generate while it trains have GPUs of their own wherever they are.
+    """
     engine = stage.engine
-    is_here = all(parse_host_port(text).is_loopback() for text in engine.hosts)
+    is_here = stage.overlap == "none" and all(parse_host_port(text).is_loopback() for text in engine.hosts)
     return engine.tp * engine.replicas if is_here else 0
 
 

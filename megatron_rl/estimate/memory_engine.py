@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from megatron_rl.estimate.memory_types import GIB, EngineMemory
 from megatron_rl.model.hf_tables import hf_tensors
@@ -19,6 +20,7 @@ _SAMPLER_COPIES, _FLOAT = 3, 4  # logits of one step, in float32
 _BUCKETS = 2  # see reshard/receive.py
 
 
+@lru_cache(maxsize=64)
 def engine_memory(spec: ModelSpec, engine: EngineConfig, *, element_bytes: int) -> EngineMemory:
     """`engine.tp` must be able to hold the model (`check_target`)."""
     shapes = hf_tensors(spec)

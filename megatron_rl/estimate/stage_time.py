@@ -8,11 +8,14 @@ from typing import Any
 from megatron_rl.estimate.generation import Engines
 from megatron_rl.estimate.hardware import Hardware
 from megatron_rl.estimate.lengths import Lengths
+from megatron_rl.estimate.memory import shared_gpus
+from megatron_rl.estimate.memory_engine import engine_memory
+from megatron_rl.estimate.memory_types import GIB
 from megatron_rl.estimate.timing import RlWork, StepTime, rl_step, sft_step, sync_s, train_pass
 from megatron_rl.estimate.training import Trainer
 from megatron_rl.estimate.work import ModelWork, model_work
+from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.amounts import prompts_drawn
-from megatron_rl.recipe.hosts import parse_host_port
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.resolve import Resolved
 from megatron_rl.recipe.stages import EngineConfig, RlStage, SftStage, Stage
@@ -23,8 +26,6 @@ PROMPT_TOKENS = 200  # of a problem in its template, where nobody says the mean:
 # one answer on one grading process, one test of a program in one sandbox. Ours: orders of size on one CPU core; what
 # a run measures is time/reward_s
 ANSWER_S, PROGRAM_TEST_S = 0.02, 0.2
-# of an engine's GPU memory, for what is neither weights nor KV cache: activations, graphs, the runtime. Ours
-ENGINE_OTHER_GIB = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +81,8 @@ def stage_times(
             )
             load = rl_work(stage, assumed, transfer_s=transfer_time(transfer, hardware))
             lengths, context, prompt = load.lengths, load.context, load.prompt_tokens
-            engines = stage_engines(stage.engine, work, hardware)
-            engine_gpus, is_separate = engines.tp * engines.replicas, has_own_gpus(stage)
+            engines = stage_engines(stage.engine, resolved.spec, hardware)
+            engine_gpus, is_separate = engines.tp * engines.replicas, not shared_gpus(stage)
             num_gpus = resolved.layout.world_size + (engine_gpus if is_separate else 0)
             step = rl_step(trainer, engines, load, cost=cost, num_gpus=num_gpus)
         times.append(
@@ -120,7 +121,7 @@ def rl_work(stage: RlStage, assumed: Assumed, *, transfer_s: float) -> RlWork:
         scorings=1 if kl is None else 2,
         reward_s=_reward_s(stage, answers),
         sync_s=transfer_s,
-        overlap=getattr(stage, "overlap", "none") != "none",
+        overlap=stage.overlap != "none",
     )
 
 
@@ -138,24 +139,17 @@ def transfer_time(transfer: dict[str, Any], hardware: Hardware) -> float:
     return sync_s(hardware, busiest_bytes=busiest, crossing_frac=crossing, buckets=transfer["buckets"])
 
 
-def has_own_gpus(stage: RlStage) -> bool:
-    """Whether engines run beside the trainer's GPUs: on other machines, or while it trains."""
-    hosts = [parse_host_port(text) for text in stage.engine.hosts]
-    return getattr(stage, "overlap", "none") != "none" or any(not host.is_loopback() for host in hosts)
-
-
-def stage_engines(engine: EngineConfig, work: ModelWork, hardware: Hardware) -> Engines:
+def stage_engines(engine: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engines:
     """Engines with the KV cache that their share of the memory leaves them."""
-    share = hardware.memory_gib * engine.gpu_memory_fraction - ENGINE_OTHER_GIB
-    free = share * 2**30 * engine.tp - work.num_weights * 2
-    per_token = work.kv_elements * work.num_layers * 2
+    memory = engine_memory(spec, engine, element_bytes=2)
+    budget = int(hardware.memory_gib * GIB * engine.gpu_memory_fraction)
     return Engines(
-        work=work,
+        work=model_work(spec),
         hardware=hardware,
         tp=engine.tp,
         replicas=engine.replicas,
         max_concurrent=engine.max_concurrent,
-        kv_tokens=max(0.0, free / per_token),
+        kv_tokens=memory.kv_bytes(budget) / memory.kv_token_bytes,
     )
 
 

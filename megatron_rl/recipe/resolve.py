@@ -120,6 +120,15 @@ def check_recipe(
     )
 
 
+def layout_problems(recipe: Recipe, layout: ParallelLayout, spec: ModelSpec) -> Iterator[Problem]:
+    """Why `layout`, in the place of the recipe's own, would not do for its batches and its model."""
+    for i, stage in enumerate(recipe.stages):
+        yield from _dp_problems(stage, f"stages.{i}", layout.dp)
+        yield from _padding_problems(stage, f"stages.{i}", layout)
+    for text in split_problems(spec, layout):
+        yield _as_problem(LayoutError(text), "layout")
+
+
 def _layout(recipe: Recipe, world_size: int, problems: list[Problem]) -> ParallelLayout | None:
     try:
         return run_layout(recipe.layout, world_size=world_size)

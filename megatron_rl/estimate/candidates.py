@@ -1,0 +1,104 @@
+"""Layouts that a recipe could have on so many GPUs: all that its model and batches can be split by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_rl.errors import LayoutError
+from megatron_rl.model.spec import ModelSpec
+from megatron_rl.parallel.degrees import divisors
+from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.recipe.resolve import layout_problems, longest_sample
+from megatron_rl.recipe.schema import LayoutConfig, Recipe
+from megatron_rl.recipe.stages import RlStage, Stage
+
+_MOST_PP, _MOST_VPP = 16, 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerChoice:
+    """A layout of the trainer with what else decides its memory."""
+
+    layout: ParallelLayout
+    recompute: str
+    tokens: tuple[int, ...]  # tokens_per_microbatch of every stage
+
+    def apply(self, recipe: Recipe) -> Recipe:
+        """The recipe with this choice in the place of its own."""
+        layout = self.layout
+        stages = tuple(
+            replace(stage, tokens_per_microbatch=tokens)
+            for stage, tokens in zip(recipe.stages, self.tokens, strict=True)
+        )
+        return replace(
+            recipe,
+            layout=LayoutConfig(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, sp=layout.sp, ep=layout.ep),
+            model=replace(recipe.model, recompute=self.recompute),  # type: ignore[arg-type]
+            stages=stages,
+        )
+
+
+def trainer_choices(
+    recipe: Recipe, spec: ModelSpec, *, world_size: int, gpus_per_node: int
+) -> Iterator[TrainerChoice]:
+    """Every choice that passes the checks: tp inside a node, sequence parallel with it, even pipelines."""
+    own = tuple(stage.tokens_per_microbatch for stage in recipe.stages)
+    for layout in _layouts(spec, world_size=world_size, gpus_per_node=gpus_per_node):
+        least = tuple(_least_tokens(stage, layout) for stage in recipe.stages)
+        for tokens in dict.fromkeys((own, least)):
+            for recompute in ("none", "full"):
+                choice = TrainerChoice(layout=layout, recompute=recompute, tokens=tokens)
+                if not any(layout_problems(choice.apply(recipe), layout, spec)):
+                    yield choice
+
+
+def _layouts(spec: ModelSpec, *, world_size: int, gpus_per_node: int) -> Iterator[ParallelLayout]:
+    experts = divisors(spec.moe.num_experts) if spec.moe is not None else [1]
+    for tp in divisors(gpus_per_node):
+        for pp in (n for n in divisors(spec.num_layers) if n <= _MOST_PP):
+            chunks = [n for n in divisors(spec.num_layers // pp) if n <= _MOST_VPP] if pp > 1 else [1]
+            for vpp in chunks:
+                for ep in (n for n in experts if n <= world_size):
+                    try:
+                        yield ParallelLayout.for_world(
+                            tp=tp, pp=pp, vpp=vpp, sp=tp > 1, ep=ep, world_size=world_size
+                        )
+                    except LayoutError:
+                        continue
+
+
+def _least_tokens(stage: Stage, layout: ParallelLayout) -> int:
+    """The smallest micro-batch that the longest sample fits, in whole multiples of tp."""
+    return -(-longest_sample(stage) // layout.tp) * layout.tp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineChoice:
+    """Engines of all RL stages. `own_gpus` 0: on the GPUs of the trainer."""
+
+    tp: int
+    replicas: int
+    own_gpus: int
+
+    def apply(self, recipe: Recipe, *, memory_fraction: float) -> Recipe:
+        stages = tuple(
+            replace(
+                stage,
+                engine=replace(
+                    stage.engine, tp=self.tp, replicas=self.replicas, gpu_memory_fraction=memory_fraction
+                ),
+            )
+            if isinstance(stage, RlStage)
+            else stage
+            for stage in recipe.stages
+        )
+        return replace(recipe, stages=stages)
+
+
+def engine_choices(tps: Sequence[int], *, num_gpus: int, own_gpus: int) -> Iterator[EngineChoice]:
+    """One engine on every tp GPUs, of those of the trainer or of its own."""
+    available = own_gpus or num_gpus
+    for tp in tps:
+        if available % tp == 0:
+            yield EngineChoice(tp=tp, replicas=available // tp, own_gpus=own_gpus)

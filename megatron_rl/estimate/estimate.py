@@ -1,0 +1,109 @@
+"""Memory, time and suggestions of one checked recipe on one machine type: put together, as rows and as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.estimate.hardware import Hardware
+from megatron_rl.estimate.memory import stage_memory
+from megatron_rl.estimate.memory_problems import memory_problems
+from megatron_rl.estimate.memory_text import memory_data, memory_rows
+from megatron_rl.estimate.memory_types import StageMemory
+from megatron_rl.estimate.stage_time import Assumed, StageTime, stage_times
+from megatron_rl.estimate.suggest import Suggestions, suggest
+from megatron_rl.estimate.suggest_text import suggestion_data, suggestion_rows
+from megatron_rl.estimate.text import Row, time_data, time_rows
+from megatron_rl.recipe.load import LoadedRecipe
+from megatron_rl.recipe.problems import Problem
+from megatron_rl.recipe.resolve import Resolved
+from megatron_rl.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Of a recipe as it stands; `suggestions` None where none were asked for."""
+
+    recipe: Recipe
+    hardware: Hardware
+    assumed: Assumed
+    memory: tuple[StageMemory, ...]
+    problems: tuple[Problem, ...]  # of memory
+    times: tuple[StageTime, ...]
+    suggestions: Suggestions | None
+    num_gpus: int
+
+    @property
+    def total_s(self) -> float:
+        """All steps whose number is known; where none is, one step of each stage, as suggestions count."""
+        if any(time.steps for time in self.times):
+            return sum(time.step.step_s * time.steps for time in self.times)
+        return sum(time.step.step_s for time in self.times)
+
+
+def build_estimate(
+    loaded: LoadedRecipe, resolved: Resolved, hardware: Hardware, assumed: Assumed, *, suggests: bool
+) -> Estimate:
+    """Everything about a recipe that `check_recipe` accepted."""
+    recipe, world_size = loaded.recipe, resolved.layout.world_size
+    found = None
+    if suggests:
+        found = suggest(recipe, resolved.spec, hardware, assumed, num_gpus=world_size)
+    return Estimate(
+        recipe=recipe,
+        hardware=hardware,
+        assumed=assumed,
+        memory=tuple(
+            stage_memory(stage, recipe.model, resolved.spec, resolved.layout) for stage in recipe.stages
+        ),
+        problems=tuple(
+            memory_problems(
+                recipe,
+                resolved.spec,
+                resolved.layout,
+                memory_gib=hardware.memory_gib,
+                gpus_per_node=hardware.gpus_per_node,
+            )
+        ),
+        times=stage_times(loaded, resolved, hardware, assumed),
+        suggestions=found,
+        num_gpus=world_size,
+    )
+
+
+def estimate_rows(found: Estimate) -> list[Row]:
+    """What `check` prints below the numbers of the recipe."""
+    rows: list[Row] = [("", ""), ("memory", f"estimated for {found.hardware.name}, not measured")]
+    for i, (stage, memory, time) in enumerate(
+        zip(found.recipe.stages, found.memory, found.times, strict=True)
+    ):
+        mean = int(time.mean_tokens + time.prompt_tokens)
+        own = memory_rows(memory, stage, memory_gib=found.hardware.memory_gib, mean_tokens=mean)
+        rows += [(f"stages.{i}", stage.kind), *((f"  {what}", how_much) for what, how_much in own)]
+    rows += [(f"  {problem.path}", problem.text) for problem in found.problems]
+    rows += time_rows(found.times, found.hardware, found.assumed)
+    if found.suggestions is not None:
+        rows += suggestion_rows(
+            found.suggestions,
+            found.recipe,
+            own_s=found.total_s,
+            fits=not found.problems,
+            num_gpus=found.num_gpus,
+        )
+    return rows
+
+
+def estimate_data(found: Estimate) -> dict[str, Any]:
+    """The same in plain JSON types."""
+    data: dict[str, Any] = {
+        "hardware": found.hardware.name,
+        "memory": [
+            memory_data(memory, stage, memory_gib=found.hardware.memory_gib)
+            for stage, memory in zip(found.recipe.stages, found.memory, strict=True)
+        ],
+        "memory_problems": {problem.path: problem.text for problem in found.problems},
+        "time": time_data(found.times, found.assumed),
+    }
+    if found.suggestions is not None:
+        data["suggestions"] = suggestion_data(found.suggestions, found.recipe, own_s=found.total_s)
+    return data

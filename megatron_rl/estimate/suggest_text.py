@@ -1,0 +1,135 @@
+"""Suggested layouts as rows of text with overrides to paste, and as plain JSON types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rl.estimate.memory_types import GIB
+from megatron_rl.estimate.suggest import Suggestion, Suggestions
+from megatron_rl.estimate.text import Row, seconds
+from megatron_rl.recipe.schema import Recipe
+from megatron_rl.recipe.stages import RlStage
+
+_MATTERS = 0.002  # of the total: a smaller difference is no reason
+
+
+def suggestion_rows(
+    found: Suggestions, recipe: Recipe, *, own_s: float, fits: bool, num_gpus: int
+) -> list[Row]:
+    """The best layouts, what each loses to the first, where the recipe's own stands, and what memory ruled out."""
+    rows: list[Row] = [
+        ("", ""),
+        (
+            "suggestions",
+            f"{num_gpus} GPUs: {found.num_considered} layouts that model and batches split by, {found.num_fit} fit in "
+            "memory; the fastest, as overrides",
+        ),
+    ]
+    if not found.best:
+        return rows + [_without_memory(suggestion, recipe) for suggestion in found.faster_without_memory]
+    first = found.best[0]
+    own = f"{seconds(own_s)}, {own_s / first.total_s:.2f} x the first"
+    rows.append(("  recipe's own", own if fits else f"does not fit; it would take {own}"))
+    for number, suggestion in enumerate(found.best, start=1):
+        rows.append(
+            (f"  {number}", f"{seconds(suggestion.total_s)}, {_memory(suggestion)}{_loss(suggestion, first)}")
+        )
+        rows.append(("", f"  {' '.join(overrides(suggestion, recipe))}"))
+    rows += [_without_memory(suggestion, recipe) for suggestion in found.faster_without_memory]
+    if any(suggestion.engine and not suggestion.engine.own_gpus for suggestion in found.best):
+        rows.append(
+            (
+                "  engines",
+                "on the trainer's GPUs: with several machines each runs `megatron-rl engine` and is in engine.hosts",
+            )
+        )
+    return rows
+
+
+def overrides(suggestion: Suggestion, recipe: Recipe) -> list[str]:
+    """What to append to a command: the layout, and what else differs from the recipe; first the processes, if fewer."""
+    return list(_overrides(suggestion, recipe))
+
+
+def _overrides(suggestion: Suggestion, recipe: Recipe) -> Iterator[str]:
+    trainer, engine = suggestion.trainer, suggestion.engine
+    layout = trainer.layout
+    if engine is not None and engine.own_gpus:
+        yield f"--world {layout.world_size}"
+    yield f"layout.tp={layout.tp}"
+    yield f"layout.pp={layout.pp}"
+    yield f"layout.vpp={layout.vpp}"
+    yield f"layout.sp={str(layout.sp).lower()}"
+    if layout.ep != recipe.layout.ep:
+        yield f"layout.ep={layout.ep}"
+    for name in ("etp", "first_stage_layers", "last_stage_layers"):
+        if getattr(recipe.layout, name) is not None:
+            yield f"layout.{name}=null"
+    if trainer.recompute != recipe.model.recompute:
+        yield f"model.recompute={trainer.recompute}"
+    for i, (stage, tokens) in enumerate(zip(recipe.stages, trainer.tokens, strict=True)):
+        if tokens != stage.tokens_per_microbatch:
+            yield f"stages.{i}.tokens_per_microbatch={tokens}"
+        if isinstance(stage, RlStage) and engine is not None:
+            wanted = {
+                "tp": engine.tp,
+                "replicas": engine.replicas,
+                "gpu_memory_fraction": suggestion.memory_fraction,
+            }
+            for name, value in wanted.items():
+                if value != getattr(stage.engine, name):
+                    yield f"stages.{i}.engine.{name}={value:g}"
+
+
+def _memory(suggestion: Suggestion) -> str:
+    text = f"trainer {suggestion.trainer_bytes / GIB:.0f} GiB at its peak"
+    if suggestion.engine is None:
+        return f"{text}, {suggestion.spare_bytes / GIB:.0f} GiB spare"
+    share = f"{suggestion.memory_fraction:.0%} of a GPU for engines"
+    return f"{text}, {share}" + (" of their own" if suggestion.engine.own_gpus else "")
+
+
+def _loss(suggestion: Suggestion, first: Suggestion) -> str:
+    """The phases in which it takes longer than the best one, the worst first."""
+    if suggestion is first:
+        return ""
+    more = {
+        name: spent - first.phases[name]
+        for name, spent in suggestion.phases.items()
+        if spent - first.phases[name] > _MATTERS * first.total_s
+    }
+    worst = sorted(more, key=lambda name: -more[name])[:2]
+    reasons = ", ".join(f"{name} +{seconds(more[name])}" for name in worst)
+    slower = suggestion.total_s / first.total_s - 1
+    return f"; {slower:.1%} slower" + (f": {reasons}" if reasons else "")
+
+
+def _without_memory(suggestion: Suggestion, recipe: Recipe) -> Row:
+    missing = f"{-suggestion.spare_bytes / GIB:.0f} GiB short"
+    where = f"trainer {suggestion.trainer_bytes / GIB:.0f} GiB in {suggestion.peak}"
+    return ("  does not fit", f"{missing}, {where}: {' '.join(overrides(suggestion, recipe))}")
+
+
+def suggestion_data(found: Suggestions, recipe: Recipe, *, own_s: float) -> dict[str, Any]:
+    """The same for programs."""
+
+    def plain(suggestion: Suggestion) -> dict[str, Any]:
+        return {
+            "overrides": overrides(suggestion, recipe),
+            "world_size": suggestion.trainer.layout.world_size,
+            "engine_gpus": suggestion.engine.own_gpus if suggestion.engine else 0,
+            "total_s": suggestion.total_s,
+            "phases_s": suggestion.phases,
+            "trainer_bytes": suggestion.trainer_bytes,
+            "spare_bytes": suggestion.spare_bytes,
+            "peak": suggestion.peak,
+        }
+
+    return {
+        "own_total_s": own_s,
+        "num_considered": found.num_considered,
+        "num_fit": found.num_fit,
+        "best": [plain(suggestion) for suggestion in found.best],
+        "faster_without_memory": [plain(suggestion) for suggestion in found.faster_without_memory],
+    }
