@@ -1,53 +1,55 @@
 #!/usr/bin/env bash
-# Train on the GPUs of this node, or of several: launch/torchrun.sh RECIPE RUN_DIR [path=value ...]
-# Several nodes: run it on each, with NNODES, NODE_RANK and MASTER_ADDR set; RUN_DIR must be shared between them.
-# A RUN_DIR that was used before is continued from its latest checkpoint.
-# SIGTERM or SIGUSR1 to this script on any node, or a file RUN_DIR/stop, stops the run after the step at hand, with a
-# checkpoint and exit code 75; a second signal ends it at once.
+# Train on the GPUs of this node, or of several: launch/torchrun.sh [option ...] RECIPE [path=value ...]
+# Several nodes: the same command on each, with its own --node-rank. Each option may be a variable instead:
+#   --nnodes N           NNODES          nodes (1)
+#   --node-rank N        NODE_RANK       which one this is, from 0 (under srun: its number there)
+#   --master HOST:PORT   MASTER_ADDR MASTER_PORT   node 0 as the others reach it (127.0.0.1:29500)
+#   --nproc-per-node N   NPROC_PER_NODE  ranks of this node (one per GPU)
+#   --run-dir DIR        RUN_DIR         shared between nodes (runs/RECIPE-DATE-TIME; with several nodes runs/RECIPE)
+#   --dry-run            print the command and start nothing
+# A run directory that was used before is continued from its latest checkpoint. Rank 0 writes here, rank N to
+# logs/rank_N.log there. SIGTERM or SIGUSR1 to this script on any node, or a file `stop` in the run directory, stops the
+# run after the step at hand, with a checkpoint and exit code 75; a second signal ends it at once.
+# Gloo takes the network that leads to --master. NCCL chooses its own: set NCCL_SOCKET_IFNAME where that is wrong.
 set -euo pipefail
-if [[ $# -lt 2 ]]; then
-    echo "usage: launch/torchrun.sh RECIPE RUN_DIR [path=value ...]" >&2
-    exit 2
-fi
-recipe=$1 run_dir=$2
-shift 2
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+source "$root/launch/stopping.sh"
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-# megatron-core overlaps communication with computation only in this order
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+nnodes=${NNODES:-1} node_rank=${NODE_RANK:-${SLURM_NODEID:-0}} nproc=${NPROC_PER_NODE:-gpu} run_dir=${RUN_DIR:-}
+master=${MASTER_ADDR:-}${MASTER_PORT:+:$MASTER_PORT}
+parse "$0" "--nnodes=nnodes --node-rank=node_rank --master=master --nproc-per-node=nproc --run-dir=run_dir" "$@"
+[[ $nnodes =~ ^[1-9][0-9]*$ ]] || fail "--nnodes: got '$nnodes', must be a number of nodes"
+((nnodes > 1)) || node_rank=0
+if ! [[ $node_rank =~ ^[0-9]+$ ]] || ((node_rank >= nnodes)); then
+    fail "--node-rank: got '$node_rank', must be 0 to $((nnodes - 1))"
+fi
+[[ $nproc =~ ^([1-9][0-9]*|gpu)$ ]] || fail "--nproc-per-node: got '$nproc', must be a number of ranks"
+((nnodes == 1)) || [[ -n ${master%%:*} ]] || fail "--master: needed with several nodes, such as --master node1:29500"
+port=29500
+[[ $master == *:* ]] && port=${master##*:} master=${master%:*}
+[[ $port =~ ^[1-9][0-9]*$ ]] || fail "--master: got the port '$port', must be a number"
+name=$(basename "$recipe" .yaml)
+# several nodes could not agree on a time
+[[ -n $run_dir ]] || run_dir=runs/$name$( ((nnodes > 1)) || date +-%Y%m%d-%H%M%S)
 
 resume=()
-[[ -e "$run_dir/recipe.resolved.yaml" ]] && resume=(--resume)
-mkdir -p "$run_dir"
+[[ -e $run_dir/recipe.resolved.yaml ]] && resume=(--resume)
+# megatron-core overlaps communication with computation only with CUDA_DEVICE_MAX_CONNECTIONS=1
+command=(env OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+    CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    PYTHONPATH="$root:$root/kernels${PYTHONPATH:+:$PYTHONPATH}"
+    "$python" -m torch.distributed.run --nnodes "$nnodes" --node-rank "$node_rank" --nproc-per-node "$nproc"
+    --master-addr "${master:-127.0.0.1}" --master-port "$port"
+    --no-python bash -c '((RANK == 0)) || exec >>"$0/rank_$RANK.log" 2>&1; exec "$@"' "$run_dir/logs"
+    "$python" -m megatron_rl train "$recipe" --run-dir "$run_dir" "${resume[@]}" "${overrides[@]}")
+[[ -z $dry_run ]] || { print_command "${command[@]}"; exit; }
+
+mkdir -p "$run_dir/logs"
 rm -f "$run_dir/stopped.json"
-
-asked=
-ask_to_stop() {
-    [[ -n $asked ]] && kill -TERM "$torchrun"
-    asked=1
-    # not passed on: torchrun would give the ranks 30 s
-    touch "$run_dir/stop"
-}
 trap ask_to_stop TERM USR1
-
-"$root/.venv/bin/python" -m torch.distributed.run \
-    --nnodes "${NNODES:-1}" \
-    --node-rank "${NODE_RANK:-0}" \
-    --nproc-per-node "${NPROC_PER_NODE:-gpu}" \
-    --master-addr "${MASTER_ADDR:-127.0.0.1}" \
-    --master-port "${MASTER_PORT:-29500}" \
-    --log-dir "$run_dir/logs" --redirects 3 --tee 0:3 \
-    -m megatron_rl train "$recipe" --run-dir "$run_dir" "${resume[@]}" "$@" &
-torchrun=$!
-
-# a trap ends `wait` before its time
+"${command[@]}" &
+child=$!
 code=0
-wait "$torchrun" || code=$?
-while kill -0 "$torchrun" 2>/dev/null; do
-    code=0
-    wait "$torchrun" || code=$?
-done
-# the exit codes of the ranks are lost in torchrun
-[[ -e "$run_dir/stopped.json" ]] && exit 75
+wait_for_child || code=$?
+((code == 0 || code == 75)) || echo "exit code $code; what each rank said: $run_dir/logs/rank_*.log" >&2
 exit "$code"

@@ -43,10 +43,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     document = parse_document(_read(Path(path)), source=source)
     if not isinstance(document.data, dict):
         raise RecipeError(f"{source}: must be a mapping with the keys name, model, stages and more")
-    parsed = _parse_all(overrides)
-    data, problems = apply_overrides(document.data, parsed, Recipe)
+    data, applied, problems = apply_overrides(document.data, _parse_all(overrides), Recipe)
     places = {dotted: f"line {line}" for dotted, line in document.lines.items()}
-    places |= {".".join(o.path): "override" for o in parsed}
+    places |= {".".join(o.path): "override" for o in applied}
     data, filled = expand_compat(data)
     places |= {".".join(path): "compat" for path in filled}
     problems += _left_open(data)
@@ -60,7 +59,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
         problems += found
     if recipe is None or problems:
         raise_problems(source, problems, places)
-    origins = leaf_origins(recipe, data, [o.path for o in parsed], filled)
+    origins = leaf_origins(recipe, data, [o.path for o in applied], filled)
     return LoadedRecipe(recipe=recipe, source=source, origins=origins, places=places)
 
 

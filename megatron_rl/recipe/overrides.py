@@ -1,4 +1,7 @@
-"""Dotted overrides from the command line: `stages.1.optimizer.lr=1e-6`. Values are read as YAML."""
+"""Dotted overrides from the command line: `stages.1.optimizer.lr=1e-6`. Values are read as YAML.
+
+`*` in the place of a list's position stands for every entry that has what follows: `stages.*.engine.tp=2`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from megatron_rl.errors import RecipeError
 from megatron_rl.recipe import shape
 from megatron_rl.recipe.problems import Problem, show, unknown_key
 from megatron_rl.recipe.yaml_text import parse_value
+
+STAR = "*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +40,43 @@ def parse_override(text: str) -> Override:
         raise RecipeError(f"override {text!r}: {error}") from None
 
 
-def apply_overrides(data: Any, overrides: Sequence[Override], schema: Any) -> tuple[Any, list[Problem]]:
-    """A copy of the raw recipe with all overrides set, in order, and a problem for each that has no place.
+def apply_overrides(
+    data: Any, overrides: Sequence[Override], schema: Any
+) -> tuple[Any, list[Override], list[Problem]]:
+    """A copy of the raw recipe with all overrides set, in order; one override for each place that was set, without
+    `*`; and a problem for each that has no place.
 
     A path must exist in the schema. Keys that the file leaves out may be set, list positions must be there.
     """
-    data = copy.deepcopy(data)
+    data, each = copy.deepcopy(data), []
     problems = []
     for override in overrides:
-        text = _set(data, override, schema)
-        if text is not None:
-            problems.append(Problem(".".join(override.path), text))
-    return data, problems
+        for single in _without_stars(data, override, schema):
+            each.append(single)
+            text = _set(data, single, schema)
+            if text is not None:
+                problems.append(Problem(".".join(single.path), text))
+    return data, each, problems
+
+
+def _without_stars(data: Any, override: Override, schema: Any) -> list[Override]:
+    """One for each entry that the first `*` stands for, and so on; itself where no entry has what follows."""
+    if STAR not in override.path:
+        return [override]
+    depth = override.path.index(STAR)
+    before, after = override.path[:depth], override.path[depth + 1 :]
+    bare, node = shape.narrow(schema, data), data
+    for key in before:
+        node, bare = shape.below(node, key), shape.child(bare, key)
+        bare = shape.narrow(bare, node)
+    found = []
+    for position, entry in enumerate(node if isinstance(node, list) else ()):
+        config = shape.narrow(shape.child(bare, str(position)), entry)
+        has_it = not after or not dataclasses.is_dataclass(config) or after[0] in shape.field_types(config)  # type: ignore[arg-type]
+        if has_it:
+            single = dataclasses.replace(override, path=(*before, str(position), *after))
+            found += _without_stars(data, single, schema)
+    return found or [override]
 
 
 def _set(node: Any, override: Override, schema: Any) -> str | None:
@@ -71,6 +101,8 @@ def _set(node: Any, override: Override, schema: Any) -> str | None:
 def _refusal(node: Any, key: str, bare: Any, where: str) -> str | None:
     """Why `key` cannot be set in `node`, or None."""
     if isinstance(node, list):
+        if key == STAR:
+            return f"no entry of {where} has such a key" if node else f"{where} is empty"
         if key.isdecimal() and int(key) < len(node):
             return None
         positions = f"its positions are 0 to {len(node) - 1}" if node else "it is empty"

@@ -23,6 +23,7 @@ from megatron_rl.parallel.groups import (
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
 from megatron_rl.platform.determinism import is_deterministic, make_deterministic
+from megatron_rl.platform.network import choose_gloo_interface
 from megatron_rl.recipe.load import LoadedRecipe, compat_line
 from megatron_rl.recipe.resolve import run_layout
 from megatron_rl.recipe.schema import Recipe
@@ -169,6 +170,8 @@ def _set_up_process(recipe: Recipe, place: RankEnvironment, port: int) -> Parall
     if device.has_accelerator():
         torch.cuda.set_device(place.local_rank)
     layout = run_layout(recipe.layout, world_size=place.world_size)
+    if int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size)) < place.world_size:
+        choose_gloo_interface(os.environ, host=_master_addr(), port=port)
     init_process_groups(
         layout,
         rank=place.rank,

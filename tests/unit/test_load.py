@@ -196,3 +196,26 @@ def test_a_value_left_open_must_be_given(tmp_path):
     assert "add model.hf_path=VALUE" in found["model.hf_path (line 2)"]
     loaded = load(tmp_path, text, ["model.hf_path=base", "stages.1.prompts=mine.jsonl"])
     assert loaded.recipe.model.hf_path == "base"
+
+
+def test_a_star_stands_for_every_entry_that_has_what_follows(tmp_path):
+    loaded = load(tmp_path, overrides=["stages.*.engine.tp=2", "stages.*.optimizer.lr=3e-6", "stages.1.engine.tp=1"])
+    sft, rl = loaded.recipe.stages
+    assert (sft.optimizer.lr, rl.optimizer.lr, rl.engine.tp) == (3e-6, 3e-6, 1)
+    assert loaded.origins["stages.0.optimizer.lr"] == loaded.origins["stages.1.engine.tp"] == "override"
+    curriculum = load(tmp_path, overrides=["stages.*.curriculum.*.iterations=7"]).recipe.stages[1].curriculum
+    assert [window.iterations for window in curriculum] == [7] * len(curriculum)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "complaint"),
+    [
+        ("stages.*.engin.tp=2", "stages.*.engin.tp", "no entry of stages has such a key"),
+        ("stages.*.engine.tpp=2", "stages.1.engine.tpp", "unknown key; did you mean 'tp'?"),
+        ("layout.*=2", "layout.*", "unknown key; known here: tp"),
+    ],
+)
+def test_a_star_that_stands_for_nothing_is_an_error(tmp_path, override, path, complaint):
+    found = problems(tmp_path, overrides=[override])
+    assert list(found) == [f"{path} (override)"]
+    assert found[f"{path} (override)"].startswith(complaint)

@@ -8,6 +8,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from megatron_rl.errors import ReshardError
+from megatron_rl.platform import network
 from megatron_rl.reshard.transports.base import LOOPBACK, Membership, first_line
 
 
@@ -50,11 +51,8 @@ def could_not_join(member: Membership, error: BaseException) -> ReshardError:
 
 
 def own_address(host: str, port: int) -> str:
-    """The local address from which `host` is reached; connecting a datagram socket sends nothing."""
+    """As `network.own_address`. Raises ReshardError where no way leads to `host`."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+        return network.own_address(host, port)
     except OSError as error:
         raise ReshardError(f"weight transfer: no route to {host}:{port}: {error}") from error

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# The job steps of launch/slurm_multinode.sh; sourced by it.
+set -euo pipefail
+
+# step NODE...: `srun`, the command that starts one task on each; all tasks end when one fails
+step() {
+    srun=(srun --kill-on-bad-exit=1 --ntasks-per-node=1 --nodes=$# --nodelist="$(IFS=,; echo "$*")")
+    # a step does not inherit those of its job
+    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || srun+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+    # trainers and engines are two steps on the same GPUs
+    [[ -z ${is_shared:=} ]] || srun+=(--overlap)
+    [[ -z ${image:=} ]] || srun+=(--container-image="$image" --container-workdir="$PWD"
+        --container-mounts="${root:?}:$root,$PWD:$PWD${mounts:+,$mounts}")
+}
+
+# wait_for_engines NUMBER: until so many hosts listen
+wait_for_engines() {
+    : "${engine_step:?}"
+    until (($(grep -ls 'listening on' "${run_dir:?}"/logs/engine_host_*.log | wc -l) == $1)); do
+        [[ -z ${asked:-} ]] || exit 75
+        kill -0 "$engine_step" 2>/dev/null || fail "an engine host did not start; see $run_dir/logs/engine_host_*.log"
+        sleep 0.2
+    done
+}
+
+# end_engines: their tasks look for the file; srun itself passes SIGTERM on as SIGKILL, so that is the last resort
+end_engines() {
+    touch "${stop_file:?}"
+    for _ in {1..300}; do
+        kill -0 "$engine_step" 2>/dev/null || return 0
+        sleep 0.2
+    done
+    kill "$engine_step"
+}
