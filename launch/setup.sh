@@ -12,7 +12,7 @@ requirements=launch/requirements-$kind.txt
 # one set-up at a time: a second one waits here, then finds everything done
 exec 9<launch/setup.sh
 flock 9
-bash launch/bubblewrap.sh
+bash launch/packages.sh bubblewrap
 wanted="$kind $({ pwd; cat "$requirements" setup.py launch/setup.sh; } | sha256sum)"
 [[ -f .venv/setup-stamp && "$(<.venv/setup-stamp)" == "$wanted" ]] && exit 0
 

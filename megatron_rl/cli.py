@@ -152,9 +152,9 @@ def _engine(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from megatron_rl.train.report import write_report
+    from megatron_rl.report.page import write_report
 
-    print(write_report(args.run_dir))
+    print(write_report(args.run_dirs, args.out))
     return 0
 
 
@@ -223,8 +223,16 @@ def _engine_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _report_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    report = commands.add_parser("report", help="write report.html of a run directory")
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report = commands.add_parser(
+        "report",
+        help="write one HTML page of a run, or of several side by side",
+        description="One file with curves, tables and rollouts to read, which needs no network. Several runs are "
+        "compared. A run that is still going is shown as far as it has come.",
+    )
+    report.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write (default: report.html in the first RUN_DIR)"
+    )
     report.set_defaults(run=_report)
     return report
 

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from svg_chart import line_chart
+
 from megatron_rl.arguments import positive_int
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.yaml_text import parse_document
-from megatron_rl.train.charts import line_chart
 from megatron_rl.train.files import read_jsonl, to_json, write_atomically
 
 DONE = "ablation.json"  # in a run directory: the numbers of a finished run

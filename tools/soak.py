@@ -25,12 +25,12 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 
 import psutil
+from svg_chart import line_chart
 
 from megatron_rl.arguments import positive_int
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.schema import Recipe
-from megatron_rl.train.charts import line_chart
 from megatron_rl.train.files import read_jsonl
 
 WARM_UP = 0.25  # share of the iterations by default: allocators and caches fill

@@ -32,8 +32,11 @@ EVAL_FILE = "eval.jsonl"
 PARITY_FILE = "parity.json"
 LOAD_FILE = "load.json"
 RECIPE_FILE = "recipe.resolved.yaml"
+STARTS_FILE = "starts.jsonl"
 ROLLOUTS = "rollouts"
+TOKENS_PREFIX = "tokens_iter_"
 BOARD = "tensorboard"
+_MAX_GOLD_CHARS = 2000
 NOT_FINITE = "records/not_finite"
 _FIXED_KEYS = ("stage", "iteration", "step", "time_s")
 
@@ -58,14 +61,18 @@ class RunRecords:
                 kept = _keep_lines(self.run_dir / METRICS_FILE, last_step)
             with _reading(self.run_dir / EVAL_FILE):
                 _keep_evals(self.run_dir / EVAL_FILE, last_step)
+            with _reading(self.run_dir / STARTS_FILE):
+                _keep_lines(self.run_dir / STARTS_FILE, last_step)
             _keep_rollouts(self.run_dir / ROLLOUTS, last_iteration)
             with _reading(self.run_dir / PARITY_FILE):
                 self._syncs = _keep_syncs(self.run_dir / PARITY_FILE, last_step)
             self._metrics: IO[bytes] = (self.run_dir / METRICS_FILE).open("ab", buffering=0)
         self._last_step = int(kept[-1]["step"]) if kept else -1
         self._started = time.monotonic() - (float(kept[-1]["time_s"] or 0.0) if kept else 0.0)
-        is_continued = last_step is not None or bool(kept)
-        self._board = Board(self.run_dir / BOARD, purge_step=self._last_step + 1 if is_continued else None)
+        self._is_continued = last_step is not None or bool(kept)
+        self._board = Board(
+            self.run_dir / BOARD, purge_step=self._last_step + 1 if self._is_continued else None
+        )
         self._num_not_finite = 0  # since the last line of metrics
 
     def log_step(
@@ -100,6 +107,7 @@ class RunRecords:
         not_finite, self._num_not_finite = self._num_not_finite, 0
         if not_finite:
             line[NOT_FINITE] = points[NOT_FINITE] = not_finite
+        self._note_start(step)
         with writing(self.run_dir / METRICS_FILE):
             self._append(self._metrics, line)
         with writing(self.run_dir / BOARD):
@@ -144,6 +152,11 @@ class RunRecords:
         self._replace(path, b"".join(line + b"\n" for line in lines))
         return path
 
+    def write_tokens(self, iteration: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """rollouts/tokens_iter_000012.jsonl: what is known of each token of a few rollouts, one line per rollout."""
+        path = self.run_dir / ROLLOUTS / f"{TOKENS_PREFIX}{iteration:06d}.jsonl"
+        self._replace(path, b"".join(to_json(self._clean(line)) + b"\n" for line in lines))
+
     def write_recipe(self, text: str) -> None:
         """recipe.resolved.yaml."""
         self._replace(self.run_dir / RECIPE_FILE, text.encode("utf-8"))
@@ -172,6 +185,14 @@ class RunRecords:
         """Safe to call twice."""
         self._metrics.close()
         self._board.close()
+
+    def _note_start(self, step: int) -> None:
+        """starts.jsonl: with which step the run was taken up again, and when. Nothing before a first step is made."""
+        if self._is_continued:
+            self._is_continued = False
+            path = self.run_dir / STARTS_FILE
+            with writing(path), path.open("ab", buffering=0) as stream:
+                self._append(stream, {"step": step, "time": time.strftime("%Y-%m-%d %H:%M:%S %z")})
 
     def _append(self, stream: IO[bytes], line: Mapping[str, Any]) -> None:
         append_whole(stream, to_json(self._clean(line)) + b"\n")
@@ -242,8 +263,8 @@ def _sync_lines(syncs: Sequence[Mapping[str, Any]]) -> bytes:
 def _keep_rollouts(folder: Path, last_iteration: int | None) -> None:
     if last_iteration is None:
         return
-    for path in folder.glob("iter_*.jsonl"):
-        number = path.stem.removeprefix("iter_")
+    for path in folder.glob("*iter_*.jsonl"):
+        number = path.stem.removeprefix(TOKENS_PREFIX).removeprefix("iter_")
         if number.isdecimal() and int(number) > last_iteration:
             path.unlink()
 
@@ -267,4 +288,11 @@ def _rollout_line(rollout: Rollout) -> dict[str, Any]:
         "sample_index": rollout.sample_index,
         "difficulty": rollout.prompt.difficulty,
         "num_tokens": len(rollout.completion.token_ids),
+        "gold": _short(rollout.prompt.answer),
     }
+
+
+def _short(gold: Any) -> str:
+    """The gold as text; of the tests of a program, which may be thousands, the beginning."""
+    text = gold if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False, default=str)
+    return text if len(text) <= _MAX_GOLD_CHARS else f"{text[:_MAX_GOLD_CHARS]} [...]"

@@ -19,6 +19,7 @@ from megatron_rl.errors import MegatronRLError
 from megatron_rl.evaluation.result import EvalResult
 from megatron_rl.model.load_report import LoadReport
 from megatron_rl.recipe.load import LoadedRecipe, resolved_yaml
+from megatron_rl.report.page import write_report
 from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.rollout.weight_sync import SyncResult
 from megatron_rl.train.console import Console
@@ -27,7 +28,6 @@ from megatron_rl.train.grading import BAD_GOLDS_FILE, BadGolds, unanswered_notic
 from megatron_rl.train.parity import Verdict
 from megatron_rl.train.progress import Progress, stage_label, stage_length
 from megatron_rl.train.records import NOT_FINITE, RunRecords
-from megatron_rl.train.report import write_report
 from megatron_rl.train.run_dir import LOGS
 from megatron_rl.train.stopping import Stopped
 from megatron_rl.train.summary import summary_text
@@ -158,7 +158,11 @@ class Reporter:
         """Print the summary and write the report."""
         if self._records is not None:
             self._console.close()
-            write_report(self._run_dir)
+            try:
+                write_report(self._run_dir)
+            # the run is over and saved: nothing that goes wrong with a page may make it a failed one
+            except Exception as error:
+                self.say(f"report.html: not written ({type(error).__name__}: {error}); try megatron-rl report")
             self.say(summary_text(self._run_dir))
 
 

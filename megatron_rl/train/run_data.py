@@ -34,7 +34,6 @@ class RunData:
     lines: list[dict[str, Any]]  # of metrics.jsonl, by step
     evals: list[EvalPoint]  # in the order they were made; a repeated one only once
     recipe: str  # recipe.resolved.yaml as text
-    rollouts: list[dict[str, Any]]  # of the latest iteration written
 
     def curve(self, name: str) -> Curve:
         """(step, value) wherever the metric has a finite value."""
@@ -70,12 +69,11 @@ def read_run(run_dir: Path | str) -> RunData:
     try:
         lines = sorted(read_jsonl(run_dir / METRICS_FILE), key=lambda line: line["step"])
         evals = _eval_points(read_jsonl(run_dir / EVAL_FILE))
-        rollouts = _latest_rollouts(run_dir / "rollouts")
     except (ValueError, KeyError, TypeError) as fault:
         raise DataError(f"{run_dir}: a record cannot be read ({type(fault).__name__}: {fault})") from None
     recipe_path = run_dir / RECIPE_FILE
     recipe = recipe_path.read_text("utf-8", "replace") if recipe_path.exists() else ""
-    return RunData(run_dir=run_dir, lines=lines, evals=evals, recipe=recipe, rollouts=rollouts)
+    return RunData(run_dir=run_dir, lines=lines, evals=evals, recipe=recipe)
 
 
 def check_never_saved(run_dir: Path, recipe: Recipe) -> None:
@@ -102,11 +100,6 @@ def _eval_points(lines: Iterable[dict[str, Any]]) -> list[EvalPoint]:
             step=line["step"], result=result
         )
     return sorted(points.values(), key=lambda point: point.step)
-
-
-def _latest_rollouts(folder: Path) -> list[dict[str, Any]]:
-    files = sorted(folder.glob("iter_*.jsonl")) if folder.is_dir() else []
-    return read_jsonl(files[-1]) if files else []
 
 
 def smooth(values: list[float], num_points: int) -> list[float]:

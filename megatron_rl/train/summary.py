@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rl.evaluation.result import Band, paired_bands
+from megatron_rl.report.page import REPORT_FILE
 from megatron_rl.train.console import format_seconds
-from megatron_rl.train.report import REPORT_FILE
 from megatron_rl.train.run_data import EvalPoint, RunData, read_run, smooth
 
 _BLOCKS = "▁▂▃▄▅▆▇█"

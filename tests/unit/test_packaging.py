@@ -55,6 +55,12 @@ def test_the_wheel_holds_the_machine_types_and_the_sizes_of_models(wheel):
     assert {name for name in wheel.namelist() if name.endswith((".yaml", ".json"))} == expected
 
 
+def test_the_wheel_holds_what_a_report_is_made_of(wheel):
+    assets = ROOT / "megatron_rl" / "report" / "assets"
+    expected = {f"megatron_rl/report/assets/{path.name}" for path in assets.iterdir()}
+    assert expected and {name for name in wheel.namelist() if "/assets/" in name} == expected
+
+
 def test_the_wheel_declares_the_command_and_the_vllm_plugin(wheel):
     text = installed(wheel, "entry_points.txt")
     assert "[console_scripts]\nmegatron-rl = megatron_rl.cli:main" in text

@@ -155,6 +155,30 @@ def test_a_resumed_run_drops_rollouts_that_it_will_write_again(tmp_path):
     assert names == ["iter_000001.jsonl", "iter_000002.jsonl"]
 
 
+def test_tokens_of_rollouts_are_dropped_with_the_rollouts(tmp_path):
+    records = RunRecords(tmp_path)
+    for iteration in (1, 2):
+        records.write_tokens(iteration, [{"tokens": ["a\u2028", "\udc80"], "logprobs": [-0.5, float("nan")]}])
+    records.close()
+    RunRecords(tmp_path, last_step=12, last_iteration=1).close()
+    (path,) = (tmp_path / "rollouts").iterdir()
+    assert path.name == "tokens_iter_000001.jsonl"
+    assert json.loads(path.read_bytes()) == {"tokens": ["a\u2028", "\udc80"], "logprobs": [-0.5, None]}
+
+
+def test_every_resume_that_makes_a_step_is_recorded_with_it(tmp_path):
+    records = RunRecords(tmp_path)
+    log(records, 1, 2, 3)
+    records.close()
+    assert not (tmp_path / "starts.jsonl").exists()
+    for last in (3, 2):
+        resumed = RunRecords(tmp_path, last_step=last)
+        log(resumed, last + 1, last + 2)
+        resumed.close()
+    # the second one began before what the first had done
+    assert [line["step"] for line in lines(tmp_path / "starts.jsonl")] == [3]
+
+
 def test_a_stage_that_begins_again_repeats_its_starting_point(tmp_path):
     records = RunRecords(tmp_path)
     log(records, 0, 1, 2)
@@ -312,7 +336,7 @@ def test_rollouts_keep_any_text_a_model_can_write(tmp_path):
     assert found[0] | {"completion": ""} == {
         "prompt": "4+7", "completion": "", "reward": 1.1, "parts": {"math_answer": 1.0, "format": 1.0},
         "finish": "length", "weight_version": 12, "verdict": "correct", "reason": "", "prompt_id": "p1",
-        "sample_index": 3, "difficulty": 2, "num_tokens": 2,
+        "sample_index": 3, "difficulty": 2, "num_tokens": 2, "gold": "11",
     }  # fmt: skip
 
 

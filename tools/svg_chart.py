@@ -1,4 +1,4 @@
-"""Line and bar charts as inline SVG text; no library, no script."""
+"""Line charts as SVG text, for documents that show pictures and run no script."""
 
 from __future__ import annotations
 
@@ -42,27 +42,9 @@ def line_chart(curves: Mapping[str, Curve]) -> str:
     return _svg("".join(parts)) + (_legend(list(shown)) if len(shown) > 1 else "")
 
 
-def bar_chart(values: Mapping[str, float], *, unit: str) -> str:
-    """Horizontal bars, one per name, with the value at the end."""
-    if not values:
-        return ""
-    largest = max(values.values()) or 1.0
-    row, label_width, value_width = 22, 110, 90
-    parts = []
-    for index, (name, value) in enumerate(values.items()):
-        y = index * row
-        width = (_WIDTH - label_width - value_width) * value / largest
-        parts.append(
-            f'<text x="{label_width - 8}" y="{y + 15}" text-anchor="end">{html.escape(name)}</text>'
-            f'<rect x="{label_width}" y="{y + 4}" width="{width:.1f}" height="14" fill="{_COLOURS[0]}"/>'
-            f'<text x="{label_width + width + 6:.1f}" y="{y + 15}">{value:.1f} {html.escape(unit)}</text>'
-        )
-    return _svg("".join(parts), height=len(values) * row + 4)
-
-
-def _svg(content: str, *, height: int = _HEIGHT) -> str:
+def _svg(content: str) -> str:
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" role="img">{content}</svg>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img">{content}</svg>'
     )
 
 

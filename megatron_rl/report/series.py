@@ -1,0 +1,54 @@
+"""Curves cut down to what a screen can show, peaks and dips kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+MAX_POINTS = 600  # of one curve
+
+
+def points(lines: Sequence[Mapping[str, Any]], name: str) -> list[int]:
+    """Indices of the lines in which the metric is a finite number."""
+    return [index for index, line in enumerate(lines) if is_finite(line.get(name))]
+
+
+def is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def thin(values: Sequence[float], most: int = MAX_POINTS) -> list[int]:
+    """Indices to show: all of them, or the ends and of each of equal stretches the smallest and the largest."""
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    stretches = most // 2 - 1
+    chosen = {0, count - 1}
+    for number in range(stretches):
+        first, end = number * count // stretches, (number + 1) * count // stretches
+        inside = range(first, end)
+        chosen |= {min(inside, key=values.__getitem__), max(inside, key=values.__getitem__)}
+    return sorted(chosen)
+
+
+def stretches(count: int, most: int) -> list[range]:
+    """At most `most` stretches, as even as possible, that hold `count` items together."""
+    number = min(count, most)
+    return [range(i * count // number, (i + 1) * count // number) for i in range(number)]
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Indices of at most `most` of `count` items, evenly spread, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    if most <= 1:
+        return [count - 1]
+    return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
+
+
+def rounded(value: float, digits: int = 5) -> float | None:
+    """With so many significant digits, as a page needs no more; None for what is not finite."""
+    if not math.isfinite(value):
+        return None
+    return float(f"{value:.{digits}g}")

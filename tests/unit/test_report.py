@@ -1,0 +1,231 @@
+"""The page of a run, read as a file: what it holds, that plotly takes its figures, and that nothing in it can run."""
+
+import json
+from html.parser import HTMLParser
+
+import plotly.graph_objects as go
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.errors import DataError
+from megatron_rl.report import reader
+from megatron_rl.report.heat import difficulty_bands
+from megatron_rl.report.page import inert_json, write_report
+from megatron_rl.report.series import thin
+from megatron_rl.report.source import short_names
+from megatron_rl.train.records import RunRecords
+from tests.helpers.recorded_run import HOSTILE, RL_ITERATIONS, SFT_STEPS, record_run
+
+VOID = {"meta", "br", "input", "img"}
+
+
+class Page(HTMLParser):
+    """Checks that every tag closes where it should, and collects tags, attributes and texts outside scripts."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.words, self.scripts = [], [], [], [], []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        # what HTML lets stay open
+        assert [tag for tag in self.open if tag not in {"li", "p"}] == []
+        self.data = json.loads(self.scripts[0])
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes.extend(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        (self.scripts if self.open and self.open[-1] == "script" else self.words).append(data)
+
+    @property
+    def text(self):
+        return " ".join(self.words)
+
+    def figure(self, unit):
+        return next(one for one in self.data["figures"] if unit in one["layout"]["yaxis"]["title"]["text"])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return record_run(tmp_path_factory.mktemp("runs") / "demo")
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    return Page(write_report(run))
+
+
+def test_a_page_loads_nothing_and_lets_only_its_own_scripts_run(page):
+    assert not {"link", "img", "iframe", "object", "embed"} & set(page.tags)
+    addresses = [value for name, value in page.attributes if name in {"src", "href", "action"}]
+    assert all(value.startswith("#") for value in addresses)
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    policy = next(value for _, value in page.attributes if "default-src" in (value or ""))
+    assert "default-src 'none'" in policy and policy.count("sha256-") == 3
+    assert page.tags.count("script") == 4
+
+
+def test_what_a_model_wrote_is_json_in_which_no_tag_can_end(page):
+    found = [rollout["text"] for rollout in page.data["rollouts"] if "hacked" in rollout["text"]]
+    assert set(found) == {f"<think>{HOSTILE}</think>{HOSTILE}"}
+    for character in "<>&\u2028\udc80":
+        assert character not in page.scripts[0]
+    assert inert_json({"a": "</script>"}) == '{"a":"\\u003c/script\\u003e"}'
+
+
+def test_plotly_accepts_every_figure(page, tmp_path):
+    record_run(tmp_path / "other", seed=2)
+    both = Page(write_report([tmp_path / "other", record_run(tmp_path / "third")], tmp_path / "both.html"))
+    for figures in (page.data["figures"], both.data["figures"], list(page.data["metrics"].values())):
+        assert len(figures) >= 18
+        for figure in figures:
+            go.Figure(figure)
+            axis = figure["layout"]["yaxis"]["title"]["text"]
+            assert axis, "every axis says its unit"
+
+
+def test_a_curve_has_its_band_and_breaks_between_stages(page):
+    band, curve = page.figure("reward")["data"]
+    assert band["fill"] == "toself"
+    assert curve["x"].index(None) == 8, "the first RL stage has eight iterations"
+    assert [x for x in curve["x"] if x] == [SFT_STEPS + i for i in range(1, RL_ITERATIONS + 1)]
+    first = curve["y"][0]
+    assert band["y"][0] == pytest.approx(first + 0.3, rel=1e-3)
+    evaluated = page.figure("share of right answers")["data"]
+    assert [trace["name"] for trace in evaluated] == ["avg@4 band", "avg@4"]
+
+
+def test_what_happened_is_marked_on_every_curve(page):
+    layout = page.figure("reward")["layout"]
+    signs = [note["text"] for note in layout["annotations"]]
+    # the restart is counted from the start of a stage on, and seen once
+    assert [signs.count(sign) for sign in ("rl1", "rl2", "↻", "✕", "★")] == [1, 1, 1, 2, 1]
+    resumed = next(note for note in layout["annotations"] if note["text"] == "↻")
+    assert resumed["x"] == SFT_STEPS + RL_ITERATIONS // 2
+
+
+def test_the_heat_map_counts_right_answers_by_difficulty_and_iteration(page):
+    heat = next(one["data"][0] for one in page.data["figures"] if one["data"][0]["type"] == "heatmap")
+    assert heat["y"] == ["2", "3", "5"]
+    assert len(heat["x"]) == RL_ITERATIONS
+    assert heat["customdata"][0] == [8.0] * RL_ITERATIONS
+    # of a run with seed 1, in iteration 1 the rollouts 1, 4, 7 and so on are right: those of difficulty 3
+    assert [row[0] for row in heat["z"]] == [0.0, 1.0, 0.0]
+
+
+def test_the_recipe_says_what_set_each_value(page):
+    assert "run.seed" in page.text and "override" in page.text
+    assert "stages.1.algorithm.surrogate" in page.text
+
+
+def test_rollouts_have_gold_reason_and_tokens(page):
+    one = next(rollout for rollout in page.data["rollouts"] if rollout["tokens"])
+    assert one["gold"] == "2" and one["prompt"] == "2+0=?"
+    assert one["tokens"]["tokens"][4] == "</script>"
+    assert len(one["tokens"]["logprobs"]) == len(one["tokens"]["tokens"])
+
+
+def test_a_comparison_lists_differing_values_alone_and_numbers_per_run(run, tmp_path):
+    other = record_run(tmp_path / "other", seed=2, surrogate="grpo")
+    path = tmp_path / "both.html"
+    assert main(["report", str(run), str(other), "--out", str(path)]) == 0
+    page = Page(path)
+    overview = page.text.partition("Where the recipes differ")[2].partition("Evaluation")[0]
+    assert "run.seed" in overview and "gppo" in overview and "grpo" in overview
+    assert "torch_threads" not in overview
+    assert page.data["runs"] == ["demo", "other"]
+    assert {rollout["run"] for rollout in page.data["rollouts"]} == {0, 1}
+    assert "heldout, best, %" in page.text
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    paths = [tmp_path / "x" / "rl", tmp_path / "y" / "rl", tmp_path / "y" / "rl", tmp_path / "sft"]
+    assert short_names(paths) == ["x/rl", "y/rl", "y/rl (2)", "sft"]
+
+
+def test_a_run_that_has_just_begun_has_a_report(tmp_path):
+    RunRecords(tmp_path).close()
+    assert Page(write_report(tmp_path)).data["figures"] == []
+
+
+def test_a_run_that_is_going_on_is_shown_as_far_as_it_has_come(tmp_path):
+    record_run(tmp_path)
+    for name in ("metrics.jsonl", "eval.jsonl", f"rollouts/iter_{RL_ITERATIONS:06d}.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[:-30])
+    page = Page(write_report(tmp_path))
+    assert f"{SFT_STEPS + RL_ITERATIONS - 1} steps" in page.text
+    assert len(page.data["rollouts"]) == 24 * RL_ITERATIONS - 1
+
+
+def test_a_run_of_an_older_version_lacks_fields_and_has_a_report(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"stage": "rl", "iteration": 1, "step": 1, "reward/mean": 0.5}\n'
+    )
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "iter_000001.jsonl").write_text(
+        '{"prompt": "p", "completion": "c", "reward": 1}\n'
+    )
+    (tmp_path / "parity.json").write_text('{"version": 1}')
+    page = Page(write_report(tmp_path))
+    assert page.data["rollouts"][0]["difficulty"] is None
+    assert page.figure("reward")["data"][0]["y"] == [0.5]
+
+
+def test_a_page_of_many_iterations_stays_small_and_keeps_the_peak(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "MAX_TOKENS", 100)
+    records = RunRecords(tmp_path)
+    names = [f"some/metric_{index}" for index in range(8)]
+    for step in range(1, 1501):
+        records.log_step(
+            {"reward/mean": 9.0 if step == 1234 else 0.1, **dict.fromkeys(names, 0.5)},
+            stage="rl",
+            iteration=step,
+            step=step,
+        )
+    records.close()
+    page = Page(write_report(tmp_path))
+    curve = page.figure("reward")["data"][0]
+    assert len(curve["x"]) <= 600 and max(curve["y"]) == 9.0
+    assert (curve["x"][0], curve["x"][-1]) == (1, 1500)
+    assert len(page.scripts[0]) < 1_000_000
+
+
+def test_no_more_tokens_than_the_bound_of_the_latest_rollouts(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "MAX_TOKENS", 15)
+    rollouts = Page(write_report(record_run(tmp_path))).data["rollouts"]
+    assert [one["iteration"] for one in rollouts if one["tokens"]] == [RL_ITERATIONS] * 2
+
+
+def test_thinning_keeps_ends_and_extremes():
+    values = [0.0] * 5000
+    values[1711], values[1713] = 5.0, -5.0
+    kept = thin(values, 100)
+    assert len(kept) <= 100 and {0, 1711, 1713, 4999} <= set(kept)
+    assert thin([1.0, 2.0], 100) == [0, 1]
+
+
+def test_many_difficulties_are_bands_of_equal_shares():
+    bands = difficulty_bands({float(level) for level in range(40)}, most=10)
+    assert list(dict.fromkeys(bands.values()))[:2] == ["0 to 3", "4 to 7"]
+    assert len(set(bands.values())) == 10
+
+
+def test_a_directory_without_a_run_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"no metrics\.jsonl there"):
+        write_report(tmp_path)
+
+
+def test_a_broken_record_is_an_error_that_names_the_line(tmp_path):
+    record_run(tmp_path)
+    count = len((tmp_path / "eval.jsonl").read_text().splitlines())
+    with (tmp_path / "eval.jsonl").open("a") as stream:
+        stream.write("{broken\n")
+    with pytest.raises(DataError, match=rf"eval\.jsonl:{count + 1}: cannot be read"):
+        write_report(tmp_path)
