@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from megatron_rl.errors import RecipeError
+from megatron_rl.estimate.hardware import load_hardware
+from megatron_rl.estimate.memory_problems import memory_problems
+from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.load import LEFT_OPEN, load_recipe
-from megatron_rl.recipe.resolve import check_recipe
+from megatron_rl.recipe.resolve import check_recipe, run_layout
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import RlStage, SftStage
 from megatron_rl.recipe.yaml_text import parse_document
@@ -69,6 +72,19 @@ def test_every_recipe_passes_check(name: str, tmp_path: Path, monkeypatch: pytes
     resolved = check_recipe(loaded, world_size=64 if name in FULL_SIZE else 2)
     if name in FULL_SIZE:
         assert resolved.layout.dp == 16 and 7e9 < resolved.num_parameters < 9e9
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_full_size_recipes_are_predicted_to_fit_64_h100(name: str, tmp_path: Path) -> None:
+    recipe = load(name)
+    lay_out(recipe, tmp_path)
+    positions = recipe.model.max_positions
+    spec = ModelSpec.from_hf(tmp_path / recipe.model.hf_path, max_positions=positions)
+    layout, h100 = run_layout(recipe.layout, world_size=64), load_hardware("h100-80g")
+    sizes = {"memory_gib": h100.memory_gib, "gpus_per_node": h100.gpus_per_node}
+    assert memory_problems(recipe, spec, layout, **sizes) == []
+    # and not because nothing is ever found
+    assert memory_problems(recipe, spec, layout, **sizes | {"memory_gib": 16.0})
 
 
 def test_the_model_that_compass_thinker_started_from_must_be_given() -> None:
