@@ -32,7 +32,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform.device import has_accelerator
 from megatron_rl.recipe.schema import ModelConfig
 from megatron_rl.recipe.stages import OptimizerConfig, RlStage, SamplingConfig, ScheduleConfig
-from megatron_rl.train.batches import local_batches
+from megatron_rl.train.batches import step_batches
 from megatron_rl.train.policy import Policy
 from megatron_rl.train.updates import Update, add_old_logprobs, update_loss
 
@@ -191,11 +191,9 @@ def _update(setting: Setting, policy: Policy, *, is_rl: bool) -> Update:
         )
         for _ in range(count)
     ]
-    batches = local_batches(
-        samples, setting.layout, dp_rank=policy.dp_rank, tokens_per_microbatch=setting.tokens
-    )
-    assert len(batches) == setting.microbatches, (len(batches), setting)
-    return Update(samples=samples, batches=batches)
+    step = step_batches(samples, setting.layout, dp_rank=policy.dp_rank, tokens_per_microbatch=setting.tokens)
+    assert len(step.batches) == setting.microbatches, (len(step.batches), setting)
+    return Update(samples=samples, batches=step.batches, load=step.load)
 
 
 def _stage(setting: Setting) -> RlStage:

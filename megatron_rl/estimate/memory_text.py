@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.estimate.memory_fit import beside_engine, largest_fraction, smallest_fraction, tightest
@@ -25,6 +26,9 @@ def memory_rows(
         parts = sorted(phase.parts.items(), key=lambda part: -part[1])
         listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts)
         rows.append((f"  {phase.phase}", f"{size_text(phase.total)}: {listed}"))
+    if len(memory.ranks) > 1:
+        peaks = ", ".join(f"{size_text(other.peak.total)} in {other.peak.phase}" for other in memory.ranks)
+        rows.append(("  peak of each pp rank", peaks))
     if rank.host_bytes:
         rows.append(("  host memory", f"{size_text(rank.host_bytes)}: reference policy, while it scores"))
     if isinstance(stage, RlStage) and memory.engine is not None:
@@ -58,12 +62,15 @@ def _engine_rows(
     tight = beside_engine(memory)
     if tight is not None:
         turns = "they take turns" if memory.sleeps else "both at once"
+        most = largest_fraction(memory, capacity)
+        text = f"at most {most:g}: it needs {size_text(tight.bytes)} in {tight.phase.phase}; {turns}"
+        rows.append(("  fraction beside the trainer", text))
+    elif stage.engine.hosts:
+        # nothing in a recipe says whose machines they are
+        everywhere = replace(memory, shared_gpus=memory.ranks_per_pp * len(memory.ranks))
+        most = largest_fraction(everywhere, capacity)
         rows.append(
-            (
-                "  fraction beside the trainer",
-                f"at most {largest_fraction(memory, capacity):g}: it needs {size_text(tight.bytes)} in "
-                f"{tight.phase.phase}; {turns}",
-            )
+            ("  engine.hosts", f"taken for machines of their own; on GPUs of the trainer at most {most:g}")
         )
     return rows
 

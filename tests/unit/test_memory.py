@@ -219,6 +219,23 @@ def test_a_fraction_that_is_too_large_or_too_small_is_told_its_bound(fraction, t
     assert problems(rl_stage(engine=dataclasses.replace(engine, gpu_memory_fraction=bound)), layout) == []
 
 
+def test_rows_name_the_peak_of_every_pipeline_stage():
+    stage = rl_stage()
+    memory = memory_of(stage, ParallelLayout(tp=2, pp=4, dp=2, sp=True))
+    peaks = dict(memory_rows(memory, stage, memory_gib=H100_GIB))["  peak of each pp rank"].split(", ")
+    assert len(peaks) == 4 and peaks[1] != peaks[2]
+
+
+def test_rows_tell_what_hosts_may_take_if_they_are_the_trainers_machines():
+    layout = ParallelLayout(tp=4, dp=16, sp=True)
+    engine = EngineConfig(hosts=("10.0.0.9:7000",), secret_file="s")
+    rows = dict(
+        memory_rows(memory_of(rl_stage(engine=engine), layout), rl_stage(engine=engine), memory_gib=H100_GIB)
+    )
+    most = largest_fraction(memory_of(rl_stage(), layout), int(H100_GIB * GIB))
+    assert rows["  engine.hosts"].endswith(f"on GPUs of the trainer at most {most:g}")
+
+
 def test_rows_and_data_say_the_same_numbers():
     stage = rl_stage()
     memory = memory_of(stage, ParallelLayout(tp=4, dp=16, sp=True))
