@@ -44,6 +44,9 @@ command=(env OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
     "$python" -m megatron_rl train "$recipe" --run-dir "$run_dir" "${resume[@]}" "${overrides[@]}")
 [[ -z $dry_run ]] || { print_command "${command[@]}"; exit; }
 
+if [[ $nproc == gpu ]] && ! compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
+    fail "--nproc-per-node: this machine shows no GPU; without any, say how many ranks to start"
+fi
 mkdir -p "$run_dir/logs"
 rm -f "$run_dir/stopped.json"
 trap ask_to_stop TERM USR1

@@ -1,6 +1,6 @@
 """Engines on other hosts with real vLLM: `megatron-rl engine` there, the trainer here, weights over the network.
 
-A host is a loopback address of its own here, and in one test a network namespace with a cable that can be cut.
+A host is a loopback address of its own here, or a network namespace: one has a cable that can be cut, three a switch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import pytest
 from megatron_rl.rollout.wire import DEAD_AFTER_S
 from tests.helpers.engine import hf_logprobs, write_qwen2
 from tests.helpers.engine_hosts import ROOT, Host, engine_host, two_machines
+from tests.helpers.machines import Machine, machines
 from tests.helpers.models import make_tiny_hf
 from tests.helpers.processes import wait_for
-from tests.helpers.quickstart import lines, train
+from tests.helpers.quickstart import RECIPE, lines, run_environment, train
 from tests.helpers.remote_trainer import PROMPT
+from tests.helpers.same_run import assert_same_rollouts
 
 BOUND = 1e-4  # float32 against float32, other kernels
 
@@ -117,26 +119,90 @@ def assert_ended(host: Host, pids: Sequence[int], *, timeout_s: float) -> None:
     wait_for(lambda: host.output.read_text().rstrip().endswith("waiting for the next"), "the end of the run")
 
 
-@pytest.mark.timeout(900)
-def test_a_run_trains_with_an_engine_on_another_host(host: Host, place: Path, beginner: Path) -> None:
-    run_dir = place / "runs" / "remote"
-    done = train(
-        place, run_dir, f"model.hf_path={beginner}", "stages.0.data=small/sft.jsonl", "stages.0.steps=2",
+@pytest.fixture(scope="module")
+def options(beginner: Path) -> list[str]:
+    """A few steps of both kinds, of a model that is sometimes right."""
+    return [
+        f"model.hf_path={beginner}", "stages.0.data=small/sft.jsonl", "stages.0.steps=2",
         "stages.0.global_batch_size=8", "stages.0.optimizer.lr=1e-5", "stages.0.schedule={kind: constant}",
         "stages.1.prompts=small/train.jsonl", "stages.1.curriculum=[]", "stages.1.iterations=2",
         "stages.1.prompts_per_iteration=16", "stages.1.updates_per_rollout=1", "stages.1.schedule={kind: constant}",
-        "stages.1.eval=null", "checkpoint=null", f"stages.1.engine.hosts=[{host.at}]",
-    )  # fmt: skip
+        "stages.1.eval=null", "checkpoint=null",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def remote_run(host: Host, place: Path, options: list[str]) -> Path:
+    """Directory of a run of one process with an engine on another host."""
+    run_dir = place / "runs" / "remote"
+    done = train(place, run_dir, *options, f"stages.1.engine.hosts=[{host.at}]")
     assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (line for line in lines(run_dir) if "rollout/weight_version" in line)
+    return run_dir
+
+
+@pytest.mark.timeout(900)
+def test_a_run_trains_with_an_engine_on_another_host(host: Host, remote_run: Path) -> None:
+    first, second = (line for line in lines(remote_run) if "rollout/weight_version" in line)
     assert (first["rollout/weight_version"], second["rollout/weight_version"]) == (0, 1)
     # the second samples with weights that a step has changed
     assert first["policy/grad_norm"] > 0
     assert max(first["mismatch/max"], second["mismatch/max"]) < BOUND
-    (note,) = (run_dir / "logs" / "engine_0.log").read_text().splitlines()
+    (note,) = (remote_run / "logs" / "engine_0.log").read_text().splitlines()
     assert f"engine replica 0 on {host.at}" in note
     assert host.says(r"engine replica 0 on \S+ \(pid \d+\) ended: the trainer closed it")
     assert_ended(host, [], timeout_s=5.0)
+
+
+@pytest.mark.timeout(900)
+def test_two_machines_of_two_ranks_and_an_engine_on_a_third_train_as_one_process(
+    place: Path, options: list[str], remote_run: Path, tmp_path: Path
+) -> None:
+    run_dir, secret = tmp_path / "run", tmp_path / "secret"
+    secret.write_text("seventeen letters")
+    with machines(3) as (*trainers, third):
+        engine = ("bash", str(ROOT / "launch" / "engine.sh"), str(tmp_path / "engines_stop"))
+        listen = (f"{third.address}:7100", "--secret-file", str(secret), "--log-dir", str(tmp_path / "engines"))
+        with engine_host(tmp_path / "host", *listen, inside=third.inside, program=engine) as host:
+            engines = (f"stages.*.engine.hosts=[{host.at}]", f"stages.*.engine.secret_file={secret}")
+            run_on(trainers, place, run_dir, *options, "layout.tp=2", *engines, logs=tmp_path)
+            assert host.says(rf"engine replica 0 on \S+ \(pid \d+\) started, log {tmp_path}/engines/engine_0.log")
+            assert_ended(host, [], timeout_s=5.0)
+    assert all((run_dir / "logs" / f"rank_{rank}.log").exists() for rank in range(4))
+    assert_same_rollouts(remote_run, run_dir)
+    for one, four in zip(lines(remote_run), lines(run_dir), strict=True):
+        assert four["step"] == one["step"]
+        assert four.get("mismatch/max", 0.0) < BOUND
+        # the bounds of every layout against one process: losses to 1e-6, norms of gradients to 1e-5
+        for name in ("sft/loss", "policy/loss", "sft/grad_norm", "policy/grad_norm"):
+            bound = 1e-6 if name.endswith("loss") else 1e-5
+            if name in one:
+                assert four[name] == pytest.approx(one[name], rel=bound, abs=bound), name
+
+
+def run_on(trainers: Sequence[Machine], place: Path, run_dir: Path, *overrides: str, logs: Path) -> None:
+    """launch/torchrun.sh on each of two machines, with two ranks each; all have to end well."""
+    command = [
+        "bash", str(ROOT / "launch" / "torchrun.sh"), "--nnodes=2", f"--master={trainers[0].address}:29500",
+        "--nproc-per-node=2", "--run-dir", str(run_dir), str(RECIPE), *overrides,
+    ]  # fmt: skip
+    said = [logs / f"node_{number}.txt" for number in range(len(trainers))]
+    nodes = []
+    for number, machine in enumerate(trainers):
+        with said[number].open("wb") as log:
+            node = subprocess.Popen(
+                [*machine.inside, *command, f"--node-rank={number}"], cwd=place,
+                env=run_environment() | {"MEGATRON_RL_PYTHON": sys.executable}, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        nodes.append(node)
+    try:
+        codes = [node.wait(400) for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+                node.wait()
+    assert codes == [0, 0], [log.read_text()[-3000:] for log in said]
 
 
 @pytest.mark.timeout(600)

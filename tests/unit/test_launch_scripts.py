@@ -106,7 +106,8 @@ def environment(place: Path, nodes: str = "", **more: str) -> dict[str, str]:
         "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, "SLURM_NODEID": "0", "SLURM_SUBMIT_DIR": str(place),
         "SLURM_CPUS_PER_TASK": "64",
     }  # fmt: skip
-    return kept | {"PATH": f"{place / 'bin'}:{os.environ['PATH']}"} | (job if nodes else {}) | more
+    always = {"PATH": f"{place / 'bin'}:{os.environ['PATH']}", "NPROC_PER_NODE": "2"}
+    return kept | always | (job if nodes else {}) | more
 
 
 def start(place: Path, *command: str, nodes: str = "", wait_for: str = "started") -> subprocess.Popen[str]:
@@ -131,6 +132,12 @@ def run(place: Path, *command: str, nodes: str = "", **variables: str) -> subpro
         ["bash", *command], cwd=place, env=environment(place, nodes, **variables), text=True, capture_output=True,
         timeout=60,
     )  # fmt: skip
+
+
+def starts_on(place: Path, node: int) -> list[str]:
+    """Of each start of torchrun there what followed its first option, one word a line."""
+    log = place / f"arguments.torch.distributed.run.{node}"
+    return log.read_text().split("--nnodes\n")[1:] if log.exists() else []
 
 
 def words_after(words: Sequence[str], mark: str) -> list[str]:
@@ -260,9 +267,10 @@ def test_a_slurm_job_that_failed_or_was_stopped_by_hand_is_not_requeued(place):
 
 
 def test_a_requeued_job_continues_its_run_with_a_fresh_secret_and_its_new_nodes(place):
-    secrets = []
+    secrets: list[str] = []
     for nodes in ("n1,n2,n3", "n4,n5,n6"):
         process = start(place, "launch/slurm.sbatch", "--engine-nodes", "1", "r.yaml", nodes=nodes)
+        wait_until(lambda: all(len(starts_on(place, node)) > len(secrets) for node in (0, 1)))
         secrets.append((place / "runs" / "r-7" / "engine_secret").read_text())
         (place / "runs" / "r-7" / "recipe.resolved.yaml").touch()
         process.send_signal(signal.SIGUSR1)
@@ -271,7 +279,7 @@ def test_a_requeued_job_continues_its_run_with_a_fresh_secret_and_its_new_nodes(
         (place / "started").unlink()
         (place / "runs" / "r-7" / "stop").unlink()
     assert secrets[0] != secrets[1]
-    starts = (place / "arguments.torch.distributed.run.0").read_text().split("--nnodes\n")[1:]
+    starts = starts_on(place, 0)
     assert ["--resume\n" in text for text in starts] == [False, True]
     assert ["[n3:10007]" in text for text in starts] == [True, False]
     assert "stages.*.engine.hosts=[n6:10007]\n" in starts[1]
@@ -300,9 +308,9 @@ def test_separate_engines_are_on_nodes_of_their_own_with_a_secret_that_others_ca
     assert parse_override(hosts).value == ["n4:10007", "n5:10007"]
     assert parse_override(secret_file).value == "runs/it's mine/engine_secret"
     assert own == "b=2"
-    wait_until(lambda: len(list(place.glob("arguments.torch.distributed.run.*"))) == 3)
-    ranks = [(place / f"arguments.torch.distributed.run.{n}").read_text().split("\n") for n in range(3)]
-    assert [words_after(each, "--node-rank")[0] for each in ranks] == ["0", "1", "2"]
+    wait_until(lambda: all(starts_on(place, node) for node in range(3)))
+    for node in range(3):
+        assert f"--node-rank\n{node}\n" in starts_on(place, node)[0]
     (run_dir / "stop").touch()
     assert process.wait(60) == 75
     process.communicate()
@@ -368,6 +376,7 @@ def test_a_dry_run_needs_no_slurm_and_leaves_nothing(place):
     done = run(place, "launch/slurm.sbatch", "--dry-run", "--nodes", "4", "--engine-nodes", "1", "r.yaml", "a=1")
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(place.rglob("*")) == before
+    assert done.stdout.startswith("# sbatch --nodes 4 launch/slurm.sbatch --engine-nodes 1 r.yaml a=1\n")
     assert "--nodelist=node1,node2,node3" in done.stdout
     assert "-m torch.distributed.run --nnodes 3" in done.stdout
     # as in the job that sbatch would make
