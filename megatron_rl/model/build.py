@@ -21,6 +21,7 @@ from megatron_rl.model.layers import build_block_spec, resolve_spec_kind
 from megatron_rl.model.spec import ModelSpec, MoeSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device
+from megatron_rl_kernels.rope import rope_angles
 
 Recompute = Literal["none", "full"]
 _FULL_RECOMPUTE = {
@@ -37,6 +38,22 @@ class PolicyGPTModel(GPTModel):
 
     With sequence parallelism they are this rank's [T / tp, 1, H]. Other stages return what pipeline needs.
     """
+
+    rotates_in_attention = False
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """megatron-core's, but where attention rotates itself it gets angles, made once for all layers, instead.
+
+        In float32 both ways have the same bits; megatron-core's makes the angles anew in every layer, sequence by
+        sequence.
+        """
+        decoder_input, rotary_pos_emb, *rest = super()._preprocess(*args, **kwargs)
+        if self.rotates_in_attention:
+            kwargs["packed_seq_params"].angles = rope_angles(
+                kwargs["position_ids"].flatten(), self.rotary_pos_emb.inv_freq, dtype=self.config.params_dtype
+            )
+            rotary_pos_emb = None
+        return decoder_input, rotary_pos_emb, *rest
 
     def _postprocess(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
         return hidden_states
@@ -92,7 +109,7 @@ def _build_chunk(
     spec: ModelSpec, layout: ParallelLayout, config: TransformerConfig, *, kind: str, pp_rank: int, chunk: int
 ) -> PolicyGPTModel:
     num_layers = len(layout.chunk_layers(spec.num_layers, pp_rank=pp_rank, chunk=chunk))
-    return PolicyGPTModel(
+    model = PolicyGPTModel(
         config,
         build_block_spec(kind, num_layers=num_layers, qk_norm=spec.qk_norm, moe=spec.moe is not None),
         vocab_size=padded_vocab(spec.vocab_size, layout.tp),
@@ -106,6 +123,11 @@ def _build_chunk(
         rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
         vp_stage=chunk if layout.vpp > 1 else None,
     )
+    # elsewhere the bits would differ: half precision rounds in other places, as a kernel of the device does
+    model.rotates_in_attention = (
+        kind == "local" and config.params_dtype is torch.float32 and not device.has_accelerator()
+    )
+    return model
 
 
 def transformer_config(

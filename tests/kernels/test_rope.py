@@ -179,3 +179,14 @@ def test_angles_that_want_a_gradient_are_refused(impl):
 def test_positions_on_another_device_are_named():
     with pytest.raises(ValueError, match="rope: got positions on meta, inv_freq on cpu"):
         rope_angles(POSITIONS.to("meta"), torch.ones(4), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_in_float32_portable_has_the_bits_of_megatron_core(heads):
+    # training takes either, by machine; a fused product and sum would round once less
+    x, upstream, inv_freq = _inputs(heads, 32)
+    freqs = torch.outer(POSITIONS.float(), inv_freq).repeat(1, 2)[:, None, None]
+    want = _run(x, upstream, lambda t: _apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs).squeeze(1))
+    got = _run(x, upstream, lambda t: rope(t, POSITIONS, inv_freq, impl="portable"))
+    for actual, expected in zip(got, want, strict=True):
+        assert torch.equal(actual, expected)

@@ -47,7 +47,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(lengths: list[int
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
 def test_every_token_has_its_own_place_in_the_padded_batches(lengths: list[int]) -> None:
     classes = length_classes(bounds(lengths))
-    flat = torch.cat([tokens.flatten() for tokens in classes.tokens])
+    flat = classes.index
     assert torch.equal(flat[classes.inverse], torch.arange(sum(lengths)))
     assert classes.inverse.unique().numel() == sum(lengths)
 
@@ -55,5 +55,5 @@ def test_every_token_has_its_own_place_in_the_padded_batches(lengths: list[int])
 def test_similar_lengths_share_a_class_and_padding_stays_below_half() -> None:
     lengths = list(range(1, 200))
     classes = length_classes(bounds(lengths))
-    assert len(classes.tokens) == 8
-    assert sum(tokens.numel() for tokens in classes.tokens) < 2 * sum(lengths)
+    assert len(classes.shapes) == 8
+    assert classes.index.numel() < 2 * sum(lengths)

@@ -32,8 +32,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     half = cos.shape[-1]
     first, second = (part.to(dtype) for part in _pairs(x, half, interleaved))
     to_first, to_second = _pairs(out, half, interleaved)
-    to_first.copy_((first * cos).addcmul_(second, sin, value=-1))
-    to_second.copy_((second * cos).addcmul_(first, sin))
+    # both products are rounded before they are added, as plain torch and megatron-core do it: addcmul would fuse them
+    to_first.copy_((first * cos).sub_(second * sin))
+    to_second.copy_((second * cos).add_(first * sin))
     out[..., 2 * half :] = x[..., 2 * half :]
     return out
 
