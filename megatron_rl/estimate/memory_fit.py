@@ -9,8 +9,8 @@ from megatron_rl.estimate.memory_types import GIB, EngineMemory, PhaseMemory, Ra
 
 # of an engine that sleeps: context, libraries and communicators stay; an allowance, not measured here
 ASLEEP_BYTES = 3 * GIB // 2
-# phases that an engine is awake in, of those that it takes turns with
-_AWAKE = ("generate", "sync")
+# of phases that an engine takes turns with, the one that it holds its whole share in: while weights arrive, those alone
+_AWAKE = ("generate",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +66,8 @@ def _of(rank: RankMemory, phase: PhaseMemory, memory: StageMemory) -> Tight:
     size = phase.total
     if memory.engine is not None and rank in memory.sharing:
         if phase.phase == "sync":
-            size += memory.engine.sync
-        elif memory.sleeps and not _is_awake(phase, memory):
+            size += memory.engine.sync + memory.engine.weights * memory.sleeps
+        if memory.sleeps and not _is_awake(phase, memory):
             size += ASLEEP_BYTES
     return Tight(rank=rank, phase=phase, bytes=size)
 

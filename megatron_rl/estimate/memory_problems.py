@@ -64,11 +64,13 @@ def _stage_problems(
             gpus_per_node=gpus_per_node,
             is_enough=lambda other: tightest(measure(other)).bytes <= capacity,
         )
+        # other phases hold what does not depend on tokens
+        is_of_tokens = tight.phase.phase in ("train", "logprob")
         yield Problem(
-            f"{path}.tokens_per_microbatch",
-            f"with {memory.tokens_per_microbatch} tokens a rank of pp rank {tight.rank.pp_rank} needs "
-            f"{size_text(tight.bytes)} in its {tight.phase.phase} phase ({parts}), but a GPU has "
-            f"{size_text(capacity)}; {changes}",
+            f"{path}.tokens_per_microbatch" if is_of_tokens else "layout",
+            (f"with {memory.tokens_per_microbatch} tokens " if is_of_tokens else f"in {path} ")
+            + f"a rank of pp rank {tight.rank.pp_rank} needs {size_text(tight.bytes)} in its {tight.phase.phase} "
+            f"phase ({parts}), but a GPU has {size_text(capacity)}; {changes}",
         )
     if isinstance(choice.stage, RlStage) and memory.engine is not None:
         # a trainer that does not fit alone has its line

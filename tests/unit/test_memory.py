@@ -194,6 +194,20 @@ def test_a_trainer_that_does_not_fit_is_told_changes_that_do():
     assert problems(stage, ParallelLayout(tp=degree, dp=64 // degree, sp=True), recompute="none") == []
 
 
+def test_weights_that_do_not_fit_are_a_problem_of_the_layout():
+    sampling = SamplingConfig(max_prompt_tokens=1024, max_response_tokens=3072)
+    elsewhere = EngineConfig(hosts=("h:1",), secret_file="s")
+    stage = rl_stage(tokens_per_microbatch=4096, sampling=sampling, engine=elsewhere)
+    recipe = recipe_of(stage)
+    (found,) = memory_problems(recipe, QWEN3_8B, ParallelLayout(dp=64), memory_gib=60, gpus_per_node=8)
+    assert found.path == "layout"
+    assert (
+        found.text.startswith("in stages.0 a rank of pp rank 0 needs 6")
+        and " in its load phase (" in found.text
+    )
+    assert "any of these fits: layout.tp 2, layout.pp 2" in found.text
+
+
 def test_what_never_fits_says_so():
     stage = rl_stage(tokens_per_microbatch=36864)
     (text, *_) = problems(stage, ParallelLayout(dp=1), recompute="none")
