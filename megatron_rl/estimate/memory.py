@@ -13,6 +13,8 @@ from megatron_rl.estimate.memory_engine import engine_memory
 from megatron_rl.estimate.memory_head import logprob_head_bytes, loss_head_bytes
 from megatron_rl.estimate.memory_types import GIB, Device, PhaseMemory, RankMemory, StageMemory
 from megatron_rl.estimate.memory_weights import (
+    FLOAT_BYTES,
+    MASTERED_STATES,
     FixedBytes,
     RankParameters,
     fixed_bytes,
@@ -133,7 +135,11 @@ def rank_memory(shape: TrainShape, *, pp_rank: int, stage: Stage | None = None) 
         copies = gather_bytes(params, shape.spec, shape.layout, element_bytes=shape.element_bytes)
     loading = load_bytes(params, shape.layout, element_bytes=shape.element_bytes)
     phases = {
-        "load": {"weights": loading, "gradients": fixed.gradients},
+        "load": max(
+            {"weights": loading, "gradients": fixed.gradients},
+            _starting(shape, fixed, params),
+            key=lambda parts: sum(parts.values()),
+        ),
         "logprob": base | {"held": held // 2, "working": _logprob_bytes(shape, layer, pp_rank)},
         "train": base | {"held": held, "activations": kept, "working": working},
         "step": base | {"held": held, "working": copies},
@@ -154,6 +160,15 @@ def rank_memory(shape: TrainShape, *, pp_rank: int, stage: Stage | None = None) 
         ],
         host_bytes=_host_bytes(stage, fixed),
     )
+
+
+def _starting(shape: TrainShape, fixed: FixedBytes, params: RankParameters) -> dict[str, int]:
+    """A stage begins: masters of bfloat16 weights are made, each by way of a copy of this rank's share."""
+    if shape.element_bytes == FLOAT_BYTES:
+        return {}
+    copy = min(params.largest, params.total // shape.layout.dp) * shape.element_bytes
+    masters = fixed.optimizer // MASTERED_STATES
+    return {"weights": fixed.weights, "gradients": fixed.gradients, "optimizer": masters, "working": copy}
 
 
 def _named(fixed: FixedBytes) -> dict[str, int]:

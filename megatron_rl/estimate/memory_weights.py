@@ -13,8 +13,9 @@ from megatron_rl.model.hf_tables import padded_vocab
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 
-_FLOAT = 4
+FLOAT_BYTES = 4
 _MOMENTS = 2
+MASTERED_STATES = _MOMENTS + 1  # per weight that is not its own master
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +87,7 @@ def load_bytes(params: RankParameters, layout: ParallelLayout, *, element_bytes:
     before = params.total + buffer
     if params.experts:
         # the dense ones come first, when gradients of experts have no buffer yet
-        without = params.total + params.dense - _FLOAT / element_bytes * params.experts
+        without = params.total + params.dense - FLOAT_BYTES / element_bytes * params.experts
         before = max(before, without)
     return int(before * element_bytes)
 
@@ -103,9 +104,9 @@ def gather_bytes(
 
 def fixed_bytes(params: RankParameters, layout: ParallelLayout, *, element_bytes: int) -> FixedBytes:
     """`element_bytes`: 4 for float32, whose weights are their own masters; 2 for bfloat16."""
-    state = _FLOAT * (_MOMENTS + (element_bytes < _FLOAT))
+    state = FLOAT_BYTES * (_MOMENTS if element_bytes == FLOAT_BYTES else MASTERED_STATES)
     return FixedBytes(
         weights=params.total * element_bytes,
-        gradients=params.total * _FLOAT,
+        gradients=params.total * FLOAT_BYTES,
         optimizer=params.dense * state // layout.dp + params.experts * state // layout.expert_dp,
     )

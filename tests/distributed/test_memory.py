@@ -32,6 +32,7 @@ CASES: dict[int, list[tuple[str, ParallelLayout, dict[str, Any]]]] = {
     1: [
         ("qwen2", ParallelLayout(), {}),
         ("qwen3", ParallelLayout(), {"recompute": "full"}),
+        ("qwen3", ParallelLayout(), {"dtype": "bfloat16"}),
     ],
     2: [
         ("qwen2", ParallelLayout(tp=2), {}),
