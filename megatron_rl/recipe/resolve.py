@@ -21,6 +21,7 @@ from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.problems import Problem, raise_problems
 from megatron_rl.recipe.schema import LayoutConfig, Recipe
 from megatron_rl.recipe.stages import RlStage, SftStage, Stage
+from megatron_rl.recipe.tracking import tracking_problems
 from megatron_rl.reshard.tables import check_served, check_target
 
 
@@ -83,7 +84,7 @@ def check_recipe(
     `Resolved.unchecked`, except for a model that nothing else describes. Raises RecipeError, one line per violation.
     """
     recipe = loaded.recipe
-    absent = list(_file_problems(recipe))
+    absent = [*_file_problems(recipe), *tracking_problems(recipe.run)]
     problems = [*([] if planned else absent), *_eval_name_problems(recipe)]
     if planned and model_spec is None:
         model = [problem for problem in absent if problem.path == "model.hf_path"]

@@ -43,6 +43,15 @@ class LayoutConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WandbConfig:
+    """Weights & Biases, a package that has to be installed for it."""
+
+    project: Text
+    # offline: only files in the run directory, which `wandb sync` sends later
+    mode: Literal["offline", "online"] = "offline"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     seed: NonNegativeInt = 1
     # the same bits from the same recipe, layout and machine: torch's deterministic algorithms, fixed workspaces of
@@ -54,6 +63,9 @@ class RunConfig:
     silence_timeout_s: PositiveFloat = 60.0
     # from a request to stop (SIGTERM, SIGUSR1) to the end at once, if no step border is reached before
     stop_grace_s: PositiveFloat = 120.0
+    # rollouts of an RL iteration whose tokens are recorded with their log-probs, for the report; 0: none
+    rollout_tokens: NonNegativeInt = 16
+    wandb: WandbConfig | None = None  # what TensorBoard shows, there as well
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from megatron_rl.parallel.collectives import broadcast_object, largest
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import Stage
+from megatron_rl.train.memory import memory_metrics
 from megatron_rl.train.metrics import Meter
 from megatron_rl.train.phases import PhaseFile
 from megatron_rl.train.policy import Policy
@@ -92,7 +93,7 @@ class RunContext:
         `extra` gives files that it holds besides, see CheckpointStore.save.
         """
         counts = {f"count/{name}": float(count) for name, count in progress.counts.items()}
-        self.reporter.step(progress, {**metrics, **counts})
+        self.reporter.step(progress, {**metrics, **counts, **memory_metrics(self.border_group)})
         config = self.recipe.checkpoint
         is_due = config is not None and (progress.step % config.every_steps == 0 or progress.step == total)
         if is_due:

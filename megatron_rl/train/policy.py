@@ -111,18 +111,24 @@ class Policy:
         return [table_params(chunk) for chunk in self.chunks]
 
     def forward_backward(
-        self, batches: Sequence[PackedBatch], loss_fn: LossFunction, *, temperature: float = 1.0
+        self,
+        batches: Sequence[PackedBatch],
+        loss_fn: LossFunction,
+        *,
+        temperature: float = 1.0,
+        watch: Callable[[PackedBatch, Tensor], None] | None = None,
     ) -> list[list[Metric]]:
         """Accumulate gradients of all micro-batches of this dp rank; every dp rank passes equally many.
 
         `loss_fn` gives shares already divided by the global normaliser. Returns the metrics of every micro-batch of
-        every dp rank, the same list on every rank. Raises TrainingError on all of them for log-probs or entropies
+        every dp rank, the same list on every rank. `watch` is told of each micro-batch and the log-probs [T] that its
+        loss is of, on the last pipeline stage. Raises TrainingError on all of them for log-probs or entropies
         that cannot be.
         """
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
-        outputs = self._run_schedule(batches, partial(self._loss, loss_fn, temperature), forward_only=False)
+        outputs = self._run_schedule(batches, partial(self._loss, loss_fn, temperature, watch), forward_only=False)
         # only tp rank 0 of the last stage reports: the others hold copies or nothing
         mine = outputs if self.tp_rank == 0 else []
         host = [[metric.on_host() for metric in metrics] for metrics in mine]
@@ -210,10 +216,17 @@ class Policy:
         )
 
     def _loss(
-        self, loss_fn: LossFunction, temperature: float, batch: PackedBatch, hidden: Tensor
+        self,
+        loss_fn: LossFunction,
+        temperature: float,
+        watch: Callable[[PackedBatch, Tensor], None] | None,
+        batch: PackedBatch,
+        hidden: Tensor,
     ) -> tuple[Tensor, Tensor, list[Metric]]:
         loss = loss_fn(batch)
         result = self.head.loss(hidden, batch, loss, temperature=temperature)
+        if watch is not None:
+            watch(batch, result.logprob)
         # the token count is megatron-core's own normaliser, which is off here: any number does
         count = torch.zeros((), dtype=torch.int, device=hidden.device)
         return result.loss, count, loss.report(result.loss.detach(), result.metrics)

@@ -36,7 +36,7 @@ STARTS_FILE = "starts.jsonl"
 ROLLOUTS = "rollouts"
 TOKENS_PREFIX = "tokens_iter_"
 BOARD = "tensorboard"
-_MAX_GOLD_CHARS = 2000
+_MAX_SHORT_CHARS = 2000
 NOT_FINITE = "records/not_finite"
 _FIXED_KEYS = ("stage", "iteration", "step", "time_s")
 
@@ -74,6 +74,9 @@ class RunRecords:
             self.run_dir / BOARD, purge_step=self._last_step + 1 if self._is_continued else None
         )
         self._num_not_finite = 0  # since the last line of metrics
+        # of the rollouts of the step that is logged next
+        self._histograms: dict[str, list[float]] = {}
+        self._texts: dict[str, str] = {}
 
     def log_step(
         self,
@@ -111,7 +114,8 @@ class RunRecords:
         with writing(self.run_dir / METRICS_FILE):
             self._append(self._metrics, line)
         with writing(self.run_dir / BOARD):
-            self._board.add(points, step=step)
+            self._board.add(points, step=step, histograms=self._histograms, texts=self._texts)
+        self._histograms, self._texts = {}, {}
         self._last_step = step
         return not_finite
 
@@ -135,21 +139,28 @@ class RunRecords:
 
         Its numbers belong into the `log_step` of that step (`result.metrics()`), which puts them on the board;
         `board` does so for an evaluation that belongs to no step; one that a stage makes again is shown once.
+        Accuracy by difficulty is on the board alone.
         """
         line = {"stage": stage, "step": self._last_step, **result.to_json()}
         path = self.run_dir / EVAL_FILE
         with writing(path), path.open("ab", buffering=0) as stream:
             self._append(stream, line)
-        if board:
-            points = {name: value for name, value in result.metrics().items() if math.isfinite(value)}
-            with writing(self.run_dir / BOARD):
-                self._board.add_once(points, step=max(0, self._last_step))
+        points = {f"eval/{result.name}/difficulty {one.label}": one.avg_at_k for one in result.bands()}
+        points |= result.metrics() if board else {}
+        points = {name: value for name, value in points.items() if math.isfinite(value)}
+        with writing(self.run_dir / BOARD):
+            self._board.add_once(points, step=max(0, self._last_step))
 
     def write_rollouts(self, iteration: int, rollouts: Sequence[Rollout]) -> Path:
-        """rollouts/iter_000012.jsonl, one line per rollout."""
+        """rollouts/iter_000012.jsonl, one line per rollout; the next `log_step` shows some of it on the board."""
         path = self.run_dir / ROLLOUTS / f"iter_{iteration:06d}.jsonl"
         lines = [to_json(self._clean(_rollout_line(rollout))) for rollout in rollouts]
         self._replace(path, b"".join(line + b"\n" for line in lines))
+        self._histograms = {
+            "rollout/response_tokens": [float(len(rollout.completion.token_ids)) for rollout in rollouts],
+            "reward/score": [score for r in rollouts if math.isfinite(score := r.reward.score)],
+        }
+        self._texts = {"rollout/first": _shown(rollouts[0])} if rollouts else {}
         return path
 
     def write_tokens(self, iteration: int, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -292,7 +303,13 @@ def _rollout_line(rollout: Rollout) -> dict[str, Any]:
     }
 
 
+def _shown(rollout: Rollout) -> str:
+    line = _rollout_line(rollout)
+    head = f"reward {line['reward']}, {line['verdict']}, {line['num_tokens']} tokens"
+    return f"{head}\n\n{line['prompt']}\n\n{rollout.text[:_MAX_SHORT_CHARS]}"
+
+
 def _short(gold: Any) -> str:
     """The gold as text; of the tests of a program, which may be thousands, the beginning."""
     text = gold if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False, default=str)
-    return text if len(text) <= _MAX_GOLD_CHARS else f"{text[:_MAX_GOLD_CHARS]} [...]"
+    return text if len(text) <= _MAX_SHORT_CHARS else f"{text[:_MAX_SHORT_CHARS]} [...]"

@@ -11,14 +11,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatron_rl.data.promotion import Promotion
+from megatron_rl.data.token_texts import TokenTexts
+from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.types import RolloutGroup
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.evaluation.result import EvalResult
 from megatron_rl.model.load_report import LoadReport
 from megatron_rl.recipe.load import LoadedRecipe, resolved_yaml
+from megatron_rl.recipe.read_resolved import read_resolved
+from megatron_rl.recipe.stages import AlgorithmConfig
 from megatron_rl.report.page import write_report
 from megatron_rl.reshard.plan import ReshardPlan
 from megatron_rl.rollout.weight_sync import SyncResult
@@ -31,6 +35,8 @@ from megatron_rl.train.records import NOT_FINITE, RunRecords
 from megatron_rl.train.run_dir import LOGS
 from megatron_rl.train.stopping import Stopped
 from megatron_rl.train.summary import summary_text
+from megatron_rl.train.token_traces import TokenTraces
+from megatron_rl.train.tracker import Tracker
 
 
 class Reporter:
@@ -44,13 +50,19 @@ class Reporter:
         self._console = Console(enabled=is_driver, log=self._log)
         self._records: RunRecords | None = None
         self._pending: list[EvalResult] = []
+        self._texts: TokenTexts | None = None
+        self._tracker: Tracker | None = None
         if is_driver:
             self._records = RunRecords(
                 run_dir,
                 last_step=None if resumed is None else resumed.global_step(self._stages),
                 last_iteration=None if resumed is None else self._iterations(resumed),
             )
-            self._records.write_recipe(resolved_yaml(loaded))
+            text = resolved_yaml(loaded)
+            self._records.write_recipe(text)
+            if (config := loaded.recipe.run.wandb) is not None:
+                settings = {setting.path: setting.value for setting in read_resolved(text)}
+                self._tracker = Tracker(config, run_dir, settings, say=self.say)
             if resumed is not None and (
                 missing := self._records.missing_up_to(resumed.global_step(self._stages))
             ):
@@ -63,6 +75,8 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._console.close()
+        if self._tracker is not None:
+            self._tracker.close()
         if self._records is not None:
             self._records.close()
         if self._log is not None:
@@ -102,6 +116,8 @@ class Reporter:
                 shown[NOT_FINITE] = not_finite
             for result in self._pending:
                 self._records.write_eval(result, stage=label)
+        if self._tracker is not None:
+            self._tracker.log(shown, step=progress.global_step(self._stages))
         self._pending = []
         self._console.step(progress.step, progress.last_step(self._stages), shown)
 
@@ -127,6 +143,21 @@ class Reporter:
                 self.say(f"{num_new} prompt(s) whose gold is no answer, not trained on: {BAD_GOLDS_FILE}")
             if progress.step == 1 and (notice := unanswered_notice(groups)):
                 self.say(notice)
+
+    def tokens(
+        self,
+        progress: Progress,
+        traces: TokenTraces,
+        found: Mapping[str, Mapping[str, Any]],
+        algorithm: AlgorithmConfig,
+    ) -> None:
+        """What is known of the tokens of a few of these rollouts."""
+        if self._records is not None and self._texts is not None:
+            self._records.write_tokens(self._iterations(progress), traces.lines(found, self._texts, algorithm))
+
+    def reads(self, tokenizer: Tokenizer) -> None:
+        """The tokenizer that texts of tokens are from, once it is loaded."""
+        self._texts = TokenTexts(tokenizer)
 
     def _iterations(self, progress: Progress) -> int:
         """RL iterations done in all stages so far."""

@@ -13,6 +13,7 @@ from megatron_rl.train.rl_data import RlData
 from megatron_rl.train.rl_metrics import iteration_counts, iteration_metrics, num_tokens
 from megatron_rl.train.rl_session import RlSession
 from megatron_rl.train.scoring import score_updates
+from megatron_rl.train.token_traces import TokenTraces, choose
 from megatron_rl.train.updates import apply_updates, plan_updates
 
 
@@ -46,7 +47,8 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
             with meter.span("logprob"):
                 updates, scored = score_updates(policy, updates, collected.kept, stage, reference=reference)
             with meter.span("train"):
-                steps, entropy = apply_updates(policy, updates, stage, entropy)
+                traces = TokenTraces(choose(collected.groups, collected.kept, run.recipe.run.rollout_tokens))
+                steps, entropy = apply_updates(policy, updates, stage, entropy, watch=traces.watch)
             # engines take new weights once they have no rollouts of the next iteration to make
             after = progress.advanced(iteration + 1)
             transfer = session.settle(after, meter)
@@ -67,6 +69,9 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
                 entropy=entropy.to_dict() if stage.algorithm.entropy else None,
             )
             run.reporter.rollouts(progress, collected.groups)
+            if traces.chosen:
+                found = traces.gather(updates, tp_rank=policy.tp_rank, pp_rank=policy.pp_rank)
+                run.reporter.tokens(progress, traces, found, stage.algorithm)
             total = progress.last_step(run.recipe.stages)
             metrics |= session.evaluate_if_due(iteration + 1, total=total)
             metrics |= session.rescore_metrics() | session.fault_metrics()

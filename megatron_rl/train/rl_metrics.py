@@ -12,6 +12,7 @@ from megatron_rl.algo.losses import mismatch_metrics
 from megatron_rl.algo.metric import Metric
 from megatron_rl.data.load import Load
 from megatron_rl.data.types import RolloutGroup, Verdict
+from megatron_rl.evaluation.statistics import percentile
 from megatron_rl.parallel.collectives import all_gather_object
 from megatron_rl.train.groups import Collected, is_graded
 from megatron_rl.train.metrics import merge
@@ -56,6 +57,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "reward/std": pstdev(scores),
         "rollout/tokens": float(sum(lengths)),
         "rollout/response_tokens_mean": fmean(lengths),
+        "rollout/response_tokens_std": pstdev(lengths),
+        "rollout/response_tokens_p95": percentile(lengths, 95),
+        "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_frac": fmean(rollout.completion.finish.is_truncated() for rollout in rollouts),
         "rollout/weight_version": float(min(rollout.completion.weight_version for rollout in rollouts)),
     }

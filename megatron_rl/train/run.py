@@ -194,6 +194,7 @@ def _open_run(
 ) -> RunContext:
     spec = ModelSpec.from_hf(recipe.model.hf_path, max_positions=recipe.model.max_positions)
     tokenizer = load_tokenizer(recipe.model.hf_path)
+    reporter.reads(tokenizer)
     policy = Policy(recipe.model, spec, layout, rank=process.place.rank)
     if saved is not None:
         # before any optimizer: it copies the weights

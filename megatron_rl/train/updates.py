@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -126,13 +126,23 @@ def update_loss(update: Update, stage: RlStage, *, entropy_coefficient: float = 
 
 
 def apply_updates(
-    policy: Policy, updates: Sequence[Update], stage: RlStage, entropy: EntropyState
+    policy: Policy,
+    updates: Sequence[Update],
+    stage: RlStage,
+    entropy: EntropyState,
+    *,
+    watch: Callable[[Update], Callable[[PackedBatch, Tensor], None] | None] = lambda update: None,
 ) -> tuple[list[list[list[Metric]]], EntropyState]:
-    """One optimizer step after the other; the metrics of each, and where they leave the entropy bonus. Collective."""
+    """One optimizer step after the other; the metrics of each, and where they leave the entropy bonus. Collective.
+
+    `watch` gives of each what `Policy.forward_backward` tells of its log-probs.
+    """
     config, steps = stage.algorithm.entropy, []
     for update in updates:
         coefficient = entropy.active_coefficient(config)
-        step = apply_update(policy, update, stage, entropy_coefficient=coefficient)
+        step = apply_update(
+            policy, update, stage, entropy_coefficient=coefficient, watch=watch(update)
+        )
         entropy = entropy.after_step(config, merge(step).get("policy/entropy"))
         if config is not None:
             step.append([Metric(name="policy/entropy_coefficient", value=coefficient, reduce="mean")])
@@ -141,11 +151,18 @@ def apply_updates(
 
 
 def apply_update(
-    policy: Policy, update: Update, stage: RlStage, *, entropy_coefficient: float = 0.0
+    policy: Policy,
+    update: Update,
+    stage: RlStage,
+    *,
+    entropy_coefficient: float = 0.0,
+    watch: Callable[[PackedBatch, Tensor], None] | None = None,
 ) -> list[list[Metric]]:
     """One optimizer step; metrics of every micro-batch of every rank. Collective."""
     loss_fn = update_loss(update, stage, entropy_coefficient=entropy_coefficient)
-    metrics = policy.forward_backward(update.batches, loss_fn, temperature=stage.sampling.temperature)
+    metrics = policy.forward_backward(
+        update.batches, loss_fn, temperature=stage.sampling.temperature, watch=watch
+    )
     stats = policy.optimizer_step()
     step = [
         Metric(name="policy/grad_norm", value=stats.grad_norm, reduce="mean"),

@@ -52,8 +52,8 @@ def _digest(paths: Sequence[Path]) -> str:
 
 
 def is_clock(name: str) -> bool:
-    """Whether a metric is wall time or made of it, which no two runs share."""
-    return name == "engine/imbalance" or name.startswith(("time/", "throughput/")) or name.endswith("_s")
+    """Whether a metric is wall time or made of it, or memory, which no two runs share."""
+    return name == "engine/imbalance" or name.startswith(("time/", "throughput/", "memory/")) or name.endswith("_s")
 
 
 def exact_faults(straight: RunRecord, resumed: RunRecord) -> list[str]:

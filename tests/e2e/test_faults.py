@@ -257,7 +257,7 @@ def assert_every_verdict_is_right(run_dir: Path) -> None:
         answers[row["prompt"][-1]["content"]] = int(row["reward_model"]["ground_truth"])
     rollouts = [
         rollout
-        for path in sorted((run_dir / "rollouts").iterdir())
+        for path in sorted((run_dir / "rollouts").glob("iter_*"))
         for rollout in lines(run_dir, f"rollouts/{path.name}")
     ]
     numbers = [re.search(r"</think>\\boxed\{(-?\d+)\}$", rollout["completion"]) for rollout in rollouts]

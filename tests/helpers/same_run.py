@@ -10,7 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.helpers.quickstart import lines
 
-# wall time is all that may differ
+# wall time and memory are all that may differ
+_MACHINE = ("time/", "memory/")
 _CLOCK = (
     "time_s",
     "sync/transfer_s",
@@ -23,7 +24,7 @@ _CLOCK = (
 
 
 def without_clock(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key not in _CLOCK and not key.startswith("time/")}
+    return {key: value for key, value in line.items() if key not in _CLOCK and not key.startswith(_MACHINE)}
 
 
 def assert_same_metrics(want: Path, got: Path) -> None:
@@ -47,7 +48,7 @@ def assert_same_board(want: Path, got: Path) -> None:
 def curves_of(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     board = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
     board.Reload()
-    tags = [tag for tag in board.Tags()["scalars"] if not tag.startswith("time/") and tag not in _CLOCK]
+    tags = [tag for tag in board.Tags()["scalars"] if not tag.startswith(_MACHINE) and tag not in _CLOCK]
     return {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in tags}
 
 

@@ -81,3 +81,13 @@ def write_sentencepiece(path: Path, *, template: str | None = None) -> Path:
     if template is not None:
         (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return path
+
+
+def write_byte_level(path: Path) -> Path:
+    """A byte-level tokenizer that merges nothing: a character outside ASCII is two to four tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    return path

@@ -75,6 +75,7 @@ FENCES = {
     "apex": [],
     "transformers": ["megatron_rl.data.tokenizer", "megatron_rl.verify", "tools"],
     "plotly": ["megatron_rl.report"],
+    "wandb": ["megatron_rl.train.tracker"],
     "pydantic": ["megatron_rl.recipe", "megatron_rl.estimate.hardware"],
     "yaml": ["megatron_rl.recipe"],
     "latex2sympy2_extended": ["megatron_rl.rewards"],

@@ -206,6 +206,24 @@ def test_the_board_of_a_resumed_run_holds_each_step_once(tmp_path, checkpoint):
     assert [event.step for event in board.Scalars("sft/loss")] == [1, 2, 3, 4]
 
 
+def test_the_board_shows_lengths_rewards_a_rollout_and_accuracy_by_difficulty(tmp_path):
+    records = RunRecords(tmp_path)
+    records.write_rollouts(1, [rollout("a</script>\u2028*b*"), rollout("b")])
+    records.log_step({"reward/mean": 0.5}, stage="rl", iteration=1, step=1)
+    records.log_step({"reward/mean": 0.5}, stage="rl", iteration=2, step=2)
+    records.write_eval(evaluation(2))
+    records.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    (lengths,) = board.Histograms("rollout/response_tokens")
+    assert lengths.step == 1
+    assert (lengths.histogram_value.num, list(lengths.histogram_value.bucket)) == (2, [2])
+    (shown,) = board.Tensors("rollout/first")
+    assert "    a</script>\n    *b*" in shown.tensor_proto.string_val[0].decode()
+    assert [event.value for event in board.Scalars("eval/heldout/difficulty 2")] == [0.25]
+    assert board.Scalars("eval/heldout/difficulty 2")[0].step == 2
+
+
 def test_looking_at_a_finished_run_again_writes_nothing(tmp_path):
     records = RunRecords(tmp_path)
     log(records, 1, 2)

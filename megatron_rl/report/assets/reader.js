@@ -136,6 +136,7 @@
       row.append(button);
     }
     row.append(scale());
+    if (!r.tokens.old_logprobs) row.append(make("span", "note", "not trained on: the engine's log-probs alone"));
     return row;
   }
 
