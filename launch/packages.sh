@@ -5,10 +5,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # package: the command that it brings, and what needs it
-declare -A commands=([bubblewrap]=bwrap [chromium]=chromium)
+declare -A commands=([bubblewrap]=bwrap [chromium]=chromium [iproute2]=ip)
 declare -A needed_by=(
     [bubblewrap]="the reward code_tests needs bubblewrap 0.8 or later"
     [chromium]="the test of the report needs the browser Chromium"
+    [iproute2]="tests of several machines need network namespaces"
 )
 
 get() {

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
-bash launch/packages.sh chromium
+bash launch/packages.sh chromium iproute2
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # a hundred processes start here: each would compile our modules again
 unset PYTHONDONTWRITEBYTECODE

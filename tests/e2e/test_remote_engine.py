@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tests.helpers.processes import wait_for
 from tests.helpers.quickstart import RECIPE, lines, run_environment, train
 from tests.helpers.remote_trainer import PROMPT
 from tests.helpers.same_run import assert_same_rollouts
+from tests.helpers.slurm import job_variables, make_slurm
 
 BOUND = 1e-4  # float32 against float32, other kernels
 
@@ -157,17 +159,16 @@ def test_a_run_trains_with_an_engine_on_another_host(host: Host, remote_run: Pat
 def test_two_machines_of_two_ranks_and_an_engine_on_a_third_train_as_one_process(
     place: Path, options: list[str], remote_run: Path, tmp_path: Path
 ) -> None:
-    run_dir, secret = tmp_path / "run", tmp_path / "secret"
-    secret.write_text("seventeen letters")
-    with machines(3) as (*trainers, third):
-        engine = ("bash", str(ROOT / "launch" / "engine.sh"), str(tmp_path / "engines_stop"))
-        listen = (f"{third.address}:7100", "--secret-file", str(secret), "--log-dir", str(tmp_path / "engines"))
-        with engine_host(tmp_path / "host", *listen, inside=third.inside, program=engine) as host:
-            engines = (f"stages.*.engine.hosts=[{host.at}]", f"stages.*.engine.secret_file={secret}")
-            run_on(trainers, place, run_dir, *options, "layout.tp=2", *engines, logs=tmp_path)
-            assert host.says(rf"engine replica 0 on \S+ \(pid \d+\) started, log {tmp_path}/engines/engine_0.log")
-            assert_ended(host, [], timeout_s=5.0)
-    assert all((run_dir / "logs" / f"rank_{rank}.log").exists() for rank in range(4))
+    with machines(3) as hosts:
+        run_dir = run_on(hosts, place, *options, "layout.tp=2", logs=tmp_path)
+    logs = run_dir / "logs"
+    assert all((logs / f"rank_{rank}.log").exists() for rank in range(4))
+    began, *_, closed, run_ended, stopped = (logs / f"engine_host_{hosts[2].address}.log").read_text().splitlines()[1:]
+    assert re.search(r"run .* began", began)
+    assert re.search(r"engine replica 0 on \S+ \(pid \d+\) ended: the trainer closed it", closed)
+    assert run_ended.endswith("waiting for the next")
+    # in order, by the script, once the trainers had ended
+    assert stopped.endswith("stopped")
     assert_same_rollouts(remote_run, run_dir)
     for one, four in zip(lines(remote_run), lines(run_dir), strict=True):
         assert four["step"] == one["step"]
@@ -179,30 +180,29 @@ def test_two_machines_of_two_ranks_and_an_engine_on_a_third_train_as_one_process
                 assert four[name] == pytest.approx(one[name], rel=bound, abs=bound), name
 
 
-def run_on(trainers: Sequence[Machine], place: Path, run_dir: Path, *overrides: str, logs: Path) -> None:
-    """launch/torchrun.sh on each of two machines, with two ranks each; all have to end well."""
-    command = [
-        "bash", str(ROOT / "launch" / "torchrun.sh"), "--nnodes=2", f"--master={trainers[0].address}:29500",
-        "--nproc-per-node=2", "--run-dir", str(run_dir), str(RECIPE), *overrides,
-    ]  # fmt: skip
-    said = [logs / f"node_{number}.txt" for number in range(len(trainers))]
-    nodes = []
-    for number, machine in enumerate(trainers):
-        with said[number].open("wb") as log:
-            node = subprocess.Popen(
-                [*machine.inside, *command, f"--node-rank={number}"], cwd=place,
-                env=run_environment() | {"MEGATRON_RL_PYTHON": sys.executable}, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-        nodes.append(node)
+def run_on(hosts: Sequence[Machine], place: Path, *overrides: str, logs: Path) -> Path:
+    """Directory of a run as slurm_multinode.sh places it: torchrun.sh with two ranks on each host but the last."""
+    nodes = [host.address for host in hosts]
+    make_slurm(logs / "bin", {host.address: host.inside for host in hosts})
+    environment = run_environment() | job_variables(nodes, submitted_in=place) | {
+        "PATH": f"{logs / 'bin'}:{os.environ['PATH']}", "NPROC_PER_NODE": "2", "MEGATRON_RL_PYTHON": sys.executable,
+    }  # fmt: skip
+    run_dir, script = logs / "a run", str(ROOT / "launch" / "slurm_multinode.sh")
+    with (logs / "said.txt").open("wb") as said:
+        job = subprocess.Popen(
+            ["bash", script, "--engine-nodes=1", "--run-dir", str(run_dir), str(RECIPE), *overrides],
+            cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     try:
-        codes = [node.wait(400) for node in nodes]
+        assert job.wait(400) == 0, (logs / "said.txt").read_text()[-3000:]
     finally:
-        for node in nodes:
-            if node.poll() is None:
-                os.killpg(node.pid, signal.SIGKILL)
-                node.wait()
-    assert codes == [0, 0], [log.read_text()[-3000:] for log in said]
+        if job.poll() is None:
+            # the second ends every task at once
+            for _ in range(2):
+                job.terminate()
+                time.sleep(1)
+            job.wait(120)
+    return run_dir
 
 
 @pytest.mark.timeout(600)

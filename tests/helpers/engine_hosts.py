@@ -14,7 +14,6 @@ from pathlib import Path
 from tests.helpers.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = (sys.executable, "-m", "megatron_rl", "engine")
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,11 @@ class Host:
 
 
 @contextmanager
-def engine_host(
-    place: Path, listen: str, *options: str, inside: Sequence[str] = (), program: Sequence[str] = PROGRAM
-) -> Iterator[Host]:
+def engine_host(place: Path, listen: str, *options: str, inside: Sequence[str] = ()) -> Iterator[Host]:
     """Running in `place`, in the namespace that the command `inside` enters; ended by SIGTERM, which has to work."""
     place.mkdir(parents=True, exist_ok=True)
     output = place / "engine_host.txt"
-    command = [*inside, *program, "--listen", listen, *options]
+    command = [*inside, sys.executable, "-m", "megatron_rl", "engine", "--listen", listen, *options]
     paths = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     with open(output, "wb") as out:
         process = subprocess.Popen(

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.recipe.overrides import parse_override
+from tests.helpers.slurm import job_variables, make_script, make_slurm
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = (
@@ -47,33 +48,6 @@ echo '{}' >"$run_dir/stopped.json"
 exit 1
 """
 
-# options, then the command; one task per node, numbered
-SRUN = """#!/usr/bin/env bash
-printf '%q ' "$@" >>srun.log; echo >>srun.log
-# each task a process group, which ends as a whole
-set -m
-trap 'for task in "${tasks[@]}"; do kill -KILL -- "-$task"; done; exit 137' TERM
-while [[ $1 == --* ]]; do
-    case $1 in --nodelist=*) nodes=${1#*=} ;; --output=*) output=${1#*=} ;; esac
-    shift
-done
-tasks=() number=0
-for node in ${nodes//,/ }; do
-    to=/dev/stdout
-    [[ -z ${output:-} ]] || to=${output//%N/$node}
-    SLURM_NODEID=$number "$@" >>"$to" 2>&1 &
-    tasks+=($!) number=$((number + 1))
-done
-code=0
-for task in "${tasks[@]}"; do wait "$task" || code=$?; done
-exit "$code"
-"""
-SCONTROL = """#!/usr/bin/env bash
-echo "$@" >>scontrol.log
-[[ $1 == show ]] && printf '%s\\n' ${3//,/ }
-exit 0
-"""
-
 
 def make_place(place: Path) -> Path:
     """A repository with the scripts and stand-ins for what they start, and a recipe."""
@@ -81,17 +55,10 @@ def make_place(place: Path) -> Path:
     for name in SCRIPTS:
         make_script(place / "launch" / name, (ROOT / "launch" / name).read_text())
     make_script(place / ".venv" / "bin" / "python", PYTHON)
-    make_script(place / "bin" / "srun", SRUN)
-    make_script(place / "bin" / "scontrol", SCONTROL)
+    make_slurm(place / "bin")
     (place / "r.yaml").write_text("stages:\n  - kind: sft\n  - kind: rl\n")
     (place / "sft.yaml").write_text("stages:\n  - kind: sft\n")
     return place
-
-
-def make_script(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
 
 
 def environment(place: Path, nodes: str = "", **more: str) -> dict[str, str]:
@@ -102,10 +69,7 @@ def environment(place: Path, nodes: str = "", **more: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("SLURM_", "NCCL_")) and name not in others
     }
-    job = {
-        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, "SLURM_NODEID": "0", "SLURM_SUBMIT_DIR": str(place),
-        "SLURM_CPUS_PER_TASK": "64",
-    }  # fmt: skip
+    job = job_variables(nodes.split(","), submitted_in=place)
     always = {"PATH": f"{place / 'bin'}:{os.environ['PATH']}", "NPROC_PER_NODE": "2"}
     return kept | always | (job if nodes else {}) | more
 
