@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.estimate.hardware import Hardware
-from megatron_rl.estimate.memory import stage_memory
+from megatron_rl.estimate.memory import stage_memory, takes_turns
 from megatron_rl.estimate.memory_problems import memory_problems
 from megatron_rl.estimate.memory_text import memory_data, memory_rows
 from megatron_rl.estimate.memory_types import StageMemory
@@ -54,7 +54,8 @@ def build_estimate(
         hardware=hardware,
         assumed=assumed,
         memory=tuple(
-            stage_memory(stage, recipe.model, resolved.spec, resolved.layout) for stage in recipe.stages
+            stage_memory(stage, recipe.model, resolved.spec, resolved.layout, sleeps=takes_turns(stage))
+            for stage in recipe.stages
         ),
         problems=tuple(
             memory_problems(

@@ -114,6 +114,13 @@ def shared_gpus(stage: RlStage) -> int:
     return engine.tp * engine.replicas if is_here else 0
 
 
+def takes_turns(stage: Stage) -> bool:
+    """Whether engines on the trainer's GPUs give their memory back while it works."""
+    return (
+        isinstance(stage, RlStage) and shared_gpus(stage) > 0 and bool(getattr(stage.engine, "sleep", False))
+    )
+
+
 def rank_memory(shape: TrainShape, *, pp_rank: int, stage: Stage | None = None) -> RankMemory:
     """Of the ranks of one pipeline stage. Without `stage`: the phases of training alone."""
     params = rank_parameters(shape.spec, shape.layout, pp_rank=pp_rank)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_rl.errors import LayoutError
-from megatron_rl.estimate.memory import stage_memory
+from megatron_rl.estimate.memory import stage_memory, takes_turns
 from megatron_rl.estimate.memory_fit import beside_engine, largest_fraction, smallest_fraction, tightest
 from megatron_rl.estimate.memory_types import GIB, StageMemory
 from megatron_rl.model.spec import ModelSpec
@@ -43,7 +43,12 @@ def memory_problems(
     for index, stage in enumerate(recipe.stages):
         choice = _Choice(stage=stage, model=recipe.model, layout=layout)
         problems += _stage_problems(
-            choice, spec, f"stages.{index}", capacity=capacity, gpus_per_node=gpus_per_node, sleeps=sleeps
+            choice,
+            spec,
+            f"stages.{index}",
+            capacity=capacity,
+            gpus_per_node=gpus_per_node,
+            sleeps=sleeps or takes_turns(stage),
         )
     return problems
 

@@ -10,9 +10,10 @@ from megatron_rl.errors import LayoutError
 from megatron_rl.estimate.candidates import EngineChoice, TrainerChoice, engine_choices, trainer_choices
 from megatron_rl.estimate.generation import Engines, generation_time
 from megatron_rl.estimate.hardware import Hardware
-from megatron_rl.estimate.memory import shared_gpus, stage_memory
+from megatron_rl.estimate.memory import shared_gpus, stage_memory, takes_turns
 from megatron_rl.estimate.memory_engine import engine_memory
-from megatron_rl.estimate.memory_types import GIB, EngineMemory
+from megatron_rl.estimate.memory_fit import largest_fraction, tightest
+from megatron_rl.estimate.memory_types import GIB, EngineMemory, StageMemory
 from megatron_rl.estimate.stage_time import Assumed, rl_work, sample_lengths
 from megatron_rl.estimate.timing import sync_s, train_pass
 from megatron_rl.estimate.training import FORWARD, Trainer, pass_time, update_s
@@ -24,7 +25,6 @@ from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import RlStage, SftStage
 from megatron_rl.reshard.tables import check_target
 
-_MOST_FRACTION = 0.9  # of a GPU's memory that an engine may be given
 _SPLITS = (1 / 4, 1 / 2, 3 / 4)  # of the GPUs for engines, where they have their own
 
 
@@ -168,27 +168,14 @@ class _TrainerPrice:
 
     logprob_s: Sequence[float]
     train_s: Sequence[float]
-    phases: dict[str, int]  # bytes at the peak of each, over pipeline stages and stages of the recipe
-
-    @property
-    def peak(self) -> str:
-        return max(self.phases, key=lambda name: self.phases[name])
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.phases[self.peak]
-
-    def beside(self, engine: EngineMemory) -> int:
-        """The most that is held while an engine lives on the same GPU; it is started once the model is loaded."""
-        sync = {"sync": engine.sync}
-        return max(size + sync.get(name, 0) for name, size in self.phases.items() if name != "load")
+    memory: Sequence[StageMemory]
 
 
 def _trainer_price(search: _Search, choice: TrainerChoice) -> _TrainerPrice:
     recipe = choice.apply(search.recipe)
     cost = train_pass(choice.recompute)
     logprobs, trains = [], []
-    phases: dict[str, int] = {}
+    memory = []
     for stage in recipe.stages:
         trainer = Trainer(
             work=search.work,
@@ -207,35 +194,40 @@ def _trainer_price(search: _Search, choice: TrainerChoice) -> _TrainerPrice:
         one = pass_time(trainer, cost, tokens=tokens / updates, context=context).total_s
         trains.append((one + update_s(trainer)) * updates)
         logprobs.append(scorings * pass_time(trainer, FORWARD, tokens=tokens, context=context).total_s)
-        for rank in stage_memory(stage, recipe.model, search.spec, choice.layout).ranks:
-            for phase in rank.phases:
-                phases[phase.phase] = max(phases.get(phase.phase, 0), phase.total)
-    return _TrainerPrice(logprob_s=logprobs, train_s=trains, phases=phases)
+        memory.append(
+            stage_memory(stage, recipe.model, search.spec, choice.layout, sleeps=takes_turns(stage))
+        )
+    return _TrainerPrice(logprob_s=logprobs, train_s=trains, memory=memory)
 
 
 def _sft_suggestion(search: _Search, trainer: TrainerChoice, price: _TrainerPrice) -> Suggestion:
     total = sum(weight * train for weight, train in zip(search.weights, price.train_s, strict=True))
+    tight = max(map(tightest, price.memory), key=lambda tight: tight.bytes)
     return Suggestion(
         trainer=trainer,
         engine=None,
         memory_fraction=0.0,
         total_s=total,
         phases={"train": total},
-        trainer_bytes=price.peak_bytes,
-        spare_bytes=search.capacity - price.peak_bytes,
-        peak=price.peak,
+        trainer_bytes=tight.bytes,
+        spare_bytes=search.capacity - tight.bytes,
+        peak=tight.phase.phase,
     )
 
 
 def _with_engines(
     search: _Search, trainer: TrainerChoice, price: _TrainerPrice, choice: EngineChoice, memory: EngineMemory
 ) -> Suggestion:
-    """Engines beside the trainer get what its peak leaves, in whole percent; those on their own GPUs nine tenths."""
-    left = (search.capacity - price.beside(memory)) / search.capacity
-    fraction = _MOST_FRACTION if choice.own_gpus else min(_MOST_FRACTION, math.floor(left * 100) / 100)
+    """Engines on the trainer's GPUs get what it leaves them, those on their own nine tenths."""
+    world_size = 0 if choice.own_gpus else trainer.layout.world_size
+    held = [
+        replace(stage, engine=memory, shared_gpus=world_size) if stage.engine is not None else stage
+        for stage in price.memory
+    ]
+    tight = max(map(tightest, held), key=lambda tight: tight.bytes)
+    fraction = min(largest_fraction(stage, search.capacity) for stage in held if stage.engine is not None)
     least = memory.needed(1, max(longest_sample(stage) for stage in search.rl))
-    spare = int(search.capacity * fraction) - least
-    spare = min(spare, search.capacity - price.peak_bytes)
+    spare = min(int(search.capacity * fraction) - least, search.capacity - tight.bytes)
     phases = dict.fromkeys(("generate", "reward", "logprob", "train", "sync"), 0.0)
     total, number = 0.0, 0
     for i, stage in enumerate(search.recipe.stages):
@@ -260,21 +252,28 @@ def _with_engines(
     return Suggestion(
         trainer=trainer,
         engine=choice,
-        memory_fraction=max(fraction, 0.0),
+        memory_fraction=fraction,
         total_s=total,
         phases=phases,
-        trainer_bytes=price.peak_bytes,
+        trainer_bytes=tight.bytes,
         spare_bytes=spare,
-        peak=price.peak,
+        peak=tight.phase.phase,
     )
 
 
 def _transfer_s(search: _Search, trainer: TrainerChoice, choice: EngineChoice) -> float:
-    """A bound without a plan: the busiest of those that send and receive, between nodes where there are several."""
+    """A bound without a plan: the busiest of those that send and receive.
+
+    Engines of their own are on other machines. On the trainer's, other pipeline stages may be (tp comes before dp
+    before pp in the order of ranks).
+    """
+    layout = trainer.layout
     model = search.work.num_weights * 2
-    busiest = max(model / choice.tp, model * choice.replicas / trainer.layout.world_size)
-    several = trainer.layout.world_size + choice.own_gpus > search.hardware.gpus_per_node
-    return sync_s(search.hardware, busiest_bytes=busiest, crossing_frac=float(several), buckets=1)
+    busiest = max(model / choice.tp, model * choice.replicas / layout.world_size)
+    crossing = 1.0
+    if not choice.own_gpus:
+        crossing = (layout.pp - 1) / layout.pp if layout.world_size > search.hardware.gpus_per_node else 0.0
+    return sync_s(search.hardware, busiest_bytes=busiest, crossing_frac=crossing, buckets=1)
 
 
 def _steps(stage: SftStage | RlStage) -> int:

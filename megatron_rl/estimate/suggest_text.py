@@ -37,14 +37,15 @@ def suggestion_rows(
         )
         rows.append(("", f"  {' '.join(overrides(suggestion, recipe))}"))
     rows += [_without_memory(suggestion, recipe) for suggestion in found.faster_without_memory]
-    if any(suggestion.engine and not suggestion.engine.own_gpus for suggestion in found.best):
-        rows.append(
-            (
-                "  engines",
-                "on the trainer's GPUs: with several machines each runs `megatron-rl engine` and is in engine.hosts",
-            )
-        )
+    if first.engine is not None:
+        rows.append(("  engines", _where(first)))
     return rows
+
+
+def _where(first: Suggestion) -> str:
+    if first.engine is not None and first.engine.own_gpus:
+        return "on machines of their own: launch/slurm_multinode.sh --engine-nodes N fills engine.hosts"
+    return "on the trainer's GPUs, on every machine: launch/slurm_multinode.sh fills engine.hosts"
 
 
 def overrides(suggestion: Suggestion, recipe: Recipe) -> list[str]:

@@ -32,7 +32,8 @@ def transfer_summary(
 
 
 def _placement(layout: ParallelLayout, engine: EngineConfig) -> Placement:
-    """Trainer ranks fill machines; engines are on the machines that hosts name, without any on the first one.
+    """Trainer ranks fill machines; engines are on the machines that hosts name. Without any they are on the first one,
+    or, where it has too few GPUs, in turn on all of the trainer's, as `launch/slurm_multinode.sh` places them.
 
     Whether members share a GPU shows only when they run, so nothing counts as a copy on one device.
     """
@@ -41,6 +42,8 @@ def _placement(layout: ParallelLayout, engine: EngineConfig) -> Placement:
     own = dict.fromkeys(address.host for address in addresses if not address.is_loopback())
     node_of_host = {host: trainers[-1] + 1 + number for number, host in enumerate(own)}
     nodes = [node_of_host.get(address.host, 0) for address in addresses] or [0]
+    if not addresses and engine.replicas * engine.tp > RANKS_PER_NODE:
+        nodes = list(range(trainers[-1] + 1))
     workers = tuple(
         nodes[replica % len(nodes)] for replica in range(engine.replicas) for _ in range(engine.tp)
     )

@@ -111,16 +111,16 @@ def test_more_replicas_and_more_memory_shorten_generation(capsys):
     def generate_s(*more: str) -> float:
         return data_of(capsys, MATH, *PLAN, *more)["estimate"]["time"][0]["phases_s"]["generate"]
 
-    base = generate_s()
-    assert generate_s("stages.0.engine.replicas=64") < base / 4
-    assert generate_s("--gpu", "h200-141g") < base
+    few = generate_s("stages.0.engine.replicas=2")
+    assert generate_s() < few / 3
+    assert generate_s("stages.0.engine.replicas=2", "--gpu", "h200-141g") < few
 
 
 def test_engines_on_other_machines_count_as_gpus_of_their_own(capsys):
     hosts = "stages.0.engine.hosts=[10.0.0.1:4000]"
     secret = "stages.0.engine.secret_file=secret"
     time = data_of(capsys, MATH, *PLAN, hosts, secret)["estimate"]["time"][0]
-    assert (time["num_gpus"], time["engine_gpus"]) == (72, 8)
+    assert (time["num_gpus"], time["engine_gpus"]) == (128, 64)
 
 
 def test_a_wrong_machine_type_or_model_is_answered_with_the_known_ones(capsys):
@@ -143,3 +143,11 @@ def test_options_of_estimates_alone_are_refused(capsys):
 def test_known_models_have_the_size_that_their_cards_state(name, billions):
     assert name in known_models()
     assert model_work(named_spec(name)).num_weights / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+def test_engines_on_all_gpus_get_their_weights_from_trainers_of_their_machine(capsys):
+    few = ["stages.0.engine.tp=1", "stages.0.engine.replicas=8"]
+    plans = [data_of(capsys, MATH, *PLAN, *more)["stages"][0]["reshard_plan"] for more in (few, [])]
+    assert [plan["cross_node_bytes"] for plan in plans] == [0, 0]
+    # the first machine alone sends to engines that are there alone
+    assert plans[0]["send_imbalance"] > 7.9 and plans[1]["send_imbalance"] < 1.1

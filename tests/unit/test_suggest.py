@@ -90,10 +90,14 @@ def test_what_would_be_faster_but_does_not_fit_is_named_and_refused_when_pasted(
     assert "but a GPU has 79.6 GiB" in pasted(SFT, fastest).problems[0].text
 
 
-def test_the_recipes_own_engines_are_seen_to_be_few():
-    found, suggestions = suggested(MATH)
-    # eight engines for 64 GPUs
-    assert found.total_s > 3 * suggestions.best[0].total_s
+def test_engines_on_a_part_of_the_gpus_are_seen_to_be_few():
+    few, suggestions = suggested(MATH, "stages.0.engine.tp=1", "stages.0.engine.replicas=8")
+    assert few.total_s > 3 * suggestions.best[0].total_s
+
+
+def test_the_shipped_layout_is_near_the_best_that_is_predicted():
+    own, suggestions = suggested(MATH)
+    assert own.total_s < 1.05 * suggestions.best[0].total_s
 
 
 def test_overlap_gets_engines_with_gpus_of_their_own_and_never_more_than_there_are():
@@ -128,7 +132,7 @@ def test_text_and_json_show_overrides_and_why_the_next_ones_lose(capsys):
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("suggestions"))
     assert "recipe's own" in lines[start + 1] and "x the first" in lines[start + 1]
-    assert "layout.tp=" in lines[start + 3] and "stages.0.engine.replicas=" in lines[start + 3]
+    assert "layout.tp=" in lines[start + 3] and "engine.gpu_memory_fraction=" in lines[start + 3]
     assert "% slower: " in lines[start + 4]
     assert main([*arguments, "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["estimate"]["suggestions"]["best"][0]
