@@ -99,7 +99,7 @@ _POLICY = (
         unit="norm",
         is_log=True,
     ),
-    Chart(title="Learning rate", metrics={"lr": "optim/lr"}, unit="learning rate"),
+    Chart(title="Learning rate", metrics={"lr": "optim/lr"}, unit="learning rate", is_exact=True),
 )
 
 _MISMATCH = (
@@ -123,6 +123,31 @@ _MISMATCH = (
 )
 
 _MACHINE = (
+    Chart(
+        title="Packing",
+        metrics={"reached": "batch/packing_efficiency", "possible": "batch/packing_bound"},
+        unit="share of positions filled",
+        is_share=True,
+    ),
+    Chart(
+        title="Work that waits or is lost",
+        metrics={
+            "heaviest rank over the mean": "batch/dp_imbalance",
+            "padding": "batch/padding_frac",
+            "engines": "engine/imbalance",
+        },
+        unit="share",
+        is_share=True,
+    ),
+    Chart(
+        title="Generation beside training",
+        metrics={
+            "generating": "overlap/generate_s",
+            "grading": "overlap/reward_s",
+            "hidden by training": "overlap/hidden_s",
+        },
+        unit="seconds per iteration",
+    ),
     Chart(title="Throughput", metrics={"tokens": "throughput/tokens_per_s"}, unit="tokens/s"),
     Chart(
         title="Memory",

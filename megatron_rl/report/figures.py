@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from megatron_rl.report.series import is_finite, points, rounded, thin
+from megatron_rl.report.series import is_finite, moving_mean, points, rounded, spread, thin
 from megatron_rl.report.source import Mark, Source
 from megatron_rl.report.style import DASHES, MARK_COLOUR, band_colour, colour
 
@@ -24,6 +24,8 @@ _MARKS = {
     "restart": ("dot", "✕"),
     "promotion": ("dashdot", "★"),
 }
+_MAX_CLEAR = 120  # points of a curve that is shown as it is
+_WINDOWS, _MEANS = 50, 200  # of the moving mean of one with more: the window is a 50th of it
 _MAX_MARKS = 40  # of one kind and run: more say nothing
 
 
@@ -38,6 +40,7 @@ class Chart:
     bands: Mapping[str, str] = field(default_factory=dict)
     is_share: bool = False  # shown in per cent
     is_log: bool = False
+    is_exact: bool = False  # has no noise to smooth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,19 +72,18 @@ def curves(chart: Chart, sources: Sequence[Source]) -> Card | None:
                 not any(values) and (chart.is_log or (chart.is_share and len(chart.metrics) > 2))
             ):
                 continue
-            shown = [kept[i] for i in thin(values)]
-            band = [lines[i].get(chart.bands.get(name, "")) for i in shown]
             style = Style(number, index, label, [one.name for one in sources])
-            traces += curve(
-                [float(lines[i]["step"]) for i in shown],
-                [float(lines[i][name]) for i in shown],
-                [float(one) if is_finite(one) else 0.0 for one in band]
-                if is_alone and name in chart.bands
-                else None,
-                style,
-                hover=".2%" if chart.is_share else ".4~g",
-                stages=[str(lines[i]["stage"]) for i in shown],
-            )
+            hover = ".2%" if chart.is_share else ".4~g"
+            steps = [float(lines[i]["step"]) for i in kept]
+            stages = [str(lines[i]["stage"]) for i in kept]
+            band = None
+            if is_alone and name in chart.bands:
+                widths = [lines[i].get(chart.bands[name]) for i in kept]
+                band = [float(one) if is_finite(one) else 0.0 for one in widths]
+            if len(kept) > _MAX_CLEAR and not chart.is_exact:
+                traces += noisy_curve(steps, values, band, style, hover=hover, stages=stages)
+            else:
+                traces += curve(steps, values, band, style, hover=hover, stages=stages)
     if not traces:
         return None
     traces += legend(traces, chart.metrics, sources)
@@ -184,6 +186,52 @@ def legend(
     ]
 
 
+def noisy_curve(
+    xs: Sequence[float],
+    ys: Sequence[float],
+    band: Sequence[float] | None,
+    style: Style,
+    *,
+    hover: str,
+    stages: Sequence[str],
+) -> Iterator[dict[str, Any]]:
+    """The values, pale, under their moving mean, which has the band."""
+    shown = thin(ys)
+    pale = curve(
+        [xs[i] for i in shown],
+        [ys[i] for i in shown],
+        None,
+        style,
+        hover=hover,
+        stages=[stages[i] for i in shown],
+    )
+    means: list[float] = []
+    widths: list[float] = []
+    for piece in _pieces(stages):
+        window = max(5, len(ys) // _WINDOWS)
+        means += moving_mean(ys[piece.start : piece.stop], window)
+        widths += moving_mean(band[piece.start : piece.stop], window) if band is not None else []
+    kept = spread(len(ys), _MEANS)
+    at = [stages[i] for i in kept]
+    smooth = list(
+        curve(
+            [xs[i] for i in kept],
+            [means[i] for i in kept],
+            [widths[i] for i in kept] if band is not None else None,
+            style,
+            hover=hover,
+            stages=at,
+        )
+    )
+    yield from smooth[:-1]
+    yield from (
+        {**trace, "opacity": 0.3, "showlegend": False, "line": {**trace["line"], "width": 1}}
+        for trace in pale
+    )
+    # the value is told by the pale curve
+    yield {**smooth[-1], "mode": "lines", "hoverinfo": "skip", "hovertemplate": None}
+
+
 def _pieces(stages: Sequence[str]) -> list[range]:
     """Stretches of equal stages: what is measured in one stage does not go on in the next."""
     borders = [index for index in range(1, len(stages)) if stages[index] != stages[index - 1]]
@@ -212,8 +260,10 @@ def step_layout(
         "xaxis": {"title": {"text": "step"}, "range": [low - pad, high + pad]},
         "yaxis": {
             "title": {"text": unit},
-            **({"tickformat": ".0%"} if is_share else {}),
-            **({"type": "log", "exponentformat": "power", "dtick": 1} if is_log else {}),
+            # 12k tokens, but no micro-nats
+            "exponentformat": "SI" if "tokens" in unit else "e",
+            **({"tickformat": ".3~%", "rangemode": "tozero"} if is_share else {}),
+            **({"type": "log", "exponentformat": "power", "nticks": 6} if is_log else {}),
         },
         "shapes": shapes,
         "annotations": annotations,

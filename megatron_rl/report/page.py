@@ -22,6 +22,7 @@ from megatron_rl.report import tables
 from megatron_rl.report.charts import sections
 from megatron_rl.report.figures import Card, Chart, Figure, curves, plain
 from megatron_rl.report.reader import choose_rollouts
+from megatron_rl.report.series import MAX_POINTS
 from megatron_rl.report.source import Source, read_sources
 from megatron_rl.report.style import NUM_COLOURS, colour_classes, dark_colours
 from megatron_rl.train.files import write_atomically
@@ -193,6 +194,7 @@ def _subtitle(sources: Sequence[Source]) -> str:
 def _footer() -> str:
     return (
         "Vertical lines: a stage begins (solid), ↻ resumed, ✕ an engine or grader restarted, ★ a curriculum window "
-        "ended early. Curves of more than 600 points show the ends, and of equal stretches the smallest and the "
-        "largest; heat maps and rollouts are of evenly spread iterations."
+        "ended early. Pale under a line: the values, under their moving mean. Of curves with more than "
+        f"{MAX_POINTS} points the ends are shown, and of equal stretches the smallest and the largest; heat maps and "
+        "rollouts are of evenly spread iterations."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeGuard
 
 MAX_POINTS = 600  # of one curve
@@ -30,6 +31,14 @@ def thin(values: Sequence[float], most: int = MAX_POINTS) -> list[int]:
         inside = range(first, end)
         chosen |= {min(inside, key=values.__getitem__), max(inside, key=values.__getitem__)}
     return sorted(chosen)
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the `window` values around each, of fewer at the ends."""
+    sums = [0.0, *accumulate(values)]
+    half = window // 2
+    spans = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
+    return [(sums[end] - sums[first]) / (end - first) for first, end in spans]
 
 
 def stretches(count: int, most: int) -> list[range]:

@@ -104,7 +104,7 @@ def _is_of_a_start(entry: Path) -> bool:
     """Whether a run makes `entry` before its first step, and has written no step into it."""
     if entry.name == "metrics.jsonl":
         return entry.stat().st_size == 0
-    return entry.name in (LOGS, "recipe.resolved.yaml", "tensorboard", "stop", "stopped.json", "engine_secret")
+    return entry.name in (LOGS, "recipe.resolved.yaml", "tensorboard", "wandb", "stop", "stopped.json", "engine_secret")
 
 
 def _fresh(name: str) -> Path:

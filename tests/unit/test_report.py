@@ -11,7 +11,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.report import reader
 from megatron_rl.report.heat import difficulty_bands
 from megatron_rl.report.page import inert_json, write_report
-from megatron_rl.report.series import thin
+from megatron_rl.report.series import moving_mean, thin
 from megatron_rl.report.source import short_names
 from megatron_rl.train.records import RunRecords
 from tests.helpers.recorded_run import HOSTILE, RL_ITERATIONS, SFT_STEPS, record_run
@@ -191,8 +191,9 @@ def test_a_page_of_many_iterations_stays_small_and_keeps_the_peak(tmp_path, monk
         )
     records.close()
     page = Page(write_report(tmp_path))
-    curve = page.figure("reward")["data"][0]
+    curve, mean = page.figure("reward")["data"]
     assert len(curve["x"]) <= 600 and max(curve["y"]) == 9.0
+    assert len(mean["x"]) <= 200 and max(mean["y"]) == pytest.approx(0.1 + 8.9 / 31, rel=1e-3)
     assert (curve["x"][0], curve["x"][-1]) == (1, 1500)
     assert len(page.scripts[0]) < 1_000_000
 
@@ -209,6 +210,11 @@ def test_thinning_keeps_ends_and_extremes():
     kept = thin(values, 100)
     assert len(kept) <= 100 and {0, 1711, 1713, 4999} <= set(kept)
     assert thin([1.0, 2.0], 100) == [0, 1]
+
+
+def test_a_moving_mean_has_fewer_values_at_the_ends():
+    assert moving_mean([0.0, 3.0, 6.0, 3.0], 3) == [1.5, 3.0, 4.0, 4.5]
+    assert moving_mean([], 5) == []
 
 
 def test_many_difficulties_are_bands_of_equal_shares():

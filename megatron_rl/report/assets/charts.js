@@ -23,7 +23,7 @@ const report = (() => {
       ...layout,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, sans-serif", size: 11, color: tone("--text") },
-      margin: { l: 54, r: 12, t: 18, b: 38 }, hovermode: layout.hovermode ?? "x unified",
+      margin: { l: 64, r: 12, t: 18, b: 38 }, hovermode: layout.hovermode ?? "x unified",
       hoverlabel: { bgcolor: tone("--card"), bordercolor: tone("--line"), font: { color: tone("--text"), size: 11 }, namelength: -1 },
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, itemwidth: 18, font: { size: 11 }, bgcolor: "rgba(0,0,0,0)" },
       modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: tone("--soft"), activecolor: tone("--accent") },
