@@ -42,9 +42,11 @@ def layer_bytes(
     hidden = spec.hidden_size / shard
     q, kv = spec.num_heads * spec.head_dim / tp, max(1, spec.num_kv_heads // tp) * spec.head_dim
     heads = spec.num_heads / tp
-    # both norms: input, output, one float per row; cosines and sines of queries and keys
+    # both norms: input, output, one float per row
     norms = e * 4 * hidden + _FLOAT * 2 / shard
-    rotary = e * 4 * spec.head_dim
+    # cosines and sines of queries and keys; where attention rotates by itself all layers share one set
+    shares_angles = device == "cpu" and e == _FLOAT
+    rotary = 0 if shares_angles else e * 4 * spec.head_dim
     head_norms = 0.0
     if spec.qk_norm:
         head_norms = e * q + _FLOAT * (heads + kv / spec.head_dim)
@@ -81,9 +83,8 @@ def _mlp(spec: ModelSpec, layout: ParallelLayout, e: int, device: Device) -> tup
     # with sequence parallelism a token is dispatched by one tp rank; experts see it whole over their etp ranks
     routed = spec.moe.experts_per_token * layout.expert_tp / layout.tp
     columns = spec.moe.expert_ffn_size / layout.expert_tp * routed
-    inputs = spec.hidden_size * routed * (2 if layout.ep > 1 or layout.expert_tp > 1 else 1)
     # the activation is multiplied by the router's weight before the second product
-    kept = e * ((per_column + 1) * columns + inputs + spec.hidden_size / layout.tp)
+    kept = e * ((per_column + 1) * columns + spec.hidden_size * routed)
     return kept + _ROUTE_BYTES * spec.moe.experts_per_token + _FLOAT * spec.moe.num_experts, columns
 
 
