@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from megatron_rl.errors import LayoutError
 from megatron_rl.model.spec import ModelSpec
@@ -14,6 +15,7 @@ from megatron_rl.recipe.schema import LayoutConfig, Recipe
 from megatron_rl.recipe.stages import RlStage, Stage
 
 _MOST_PP, _MOST_VPP = 16, 4
+_LEAST_COLUMNS = 256  # of a shard of an expert; ours: a tile of a tensor core's product or two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +35,9 @@ class TrainerChoice:
         )
         return replace(
             recipe,
-            layout=LayoutConfig(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, sp=layout.sp, ep=layout.ep),
+            layout=LayoutConfig(
+                tp=layout.tp, pp=layout.pp, vpp=layout.vpp, sp=layout.sp, ep=layout.ep, etp=layout.etp
+            ),
             model=replace(recipe.model, recompute=self.recompute),  # type: ignore[arg-type]
             stages=stages,
         )
@@ -54,18 +58,29 @@ def trainer_choices(
 
 
 def _layouts(spec: ModelSpec, *, world_size: int, gpus_per_node: int) -> Iterator[ParallelLayout]:
-    experts = divisors(spec.moe.num_experts) if spec.moe is not None else [1]
     for tp in divisors(gpus_per_node):
         for pp in (n for n in divisors(spec.num_layers) if n <= _MOST_PP):
             chunks = [n for n in divisors(spec.num_layers // pp) if n <= _MOST_VPP] if pp > 1 else [1]
-            for vpp in chunks:
-                for ep in (n for n in experts if n <= world_size):
-                    try:
-                        yield ParallelLayout.for_world(
-                            tp=tp, pp=pp, vpp=vpp, sp=tp > 1, ep=ep, world_size=world_size
-                        )
-                    except LayoutError:
-                        continue
+            for vpp, (ep, etp) in product(chunks, _expert_degrees(spec, tp=tp, world_size=world_size)):
+                try:
+                    yield ParallelLayout.for_world(
+                        tp=tp, pp=pp, vpp=vpp, sp=tp > 1, ep=ep, etp=etp, world_size=world_size
+                    )
+                except LayoutError:
+                    continue
+
+
+def _expert_degrees(spec: ModelSpec, *, tp: int, world_size: int) -> list[tuple[int, int | None]]:
+    """(ep, etp): experts split as the rest, or whole. No shard of one gets too narrow for its products."""
+    if spec.moe is None:
+        return [(1, None)]
+    found: list[tuple[int, int | None]] = []
+    for ep in (n for n in divisors(spec.moe.num_experts) if n <= world_size):
+        if tp == 1 or spec.moe.expert_ffn_size // tp >= _LEAST_COLUMNS:
+            found.append((ep, None))
+        if tp > 1 and ep > 1:
+            found.append((ep, 1))
+    return found
 
 
 def _least_tokens(stage: Stage, layout: ParallelLayout) -> int:

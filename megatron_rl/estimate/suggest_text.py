@@ -64,7 +64,9 @@ def _overrides(suggestion: Suggestion, recipe: Recipe) -> Iterator[str]:
     yield f"layout.sp={str(layout.sp).lower()}"
     if layout.ep != recipe.layout.ep:
         yield f"layout.ep={layout.ep}"
-    for name in ("etp", "first_stage_layers", "last_stage_layers"):
+    if layout.etp != recipe.layout.etp:
+        yield f"layout.etp={'null' if layout.etp is None else layout.etp}"
+    for name in ("first_stage_layers", "last_stage_layers"):
         if getattr(recipe.layout, name) is not None:
             yield f"layout.{name}=null"
     if trainer.recompute != recipe.model.recompute:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main
+from megatron_rl.estimate.candidates import trainer_choices
 from megatron_rl.estimate.estimate import Estimate, build_estimate
 from megatron_rl.estimate.hardware import load_hardware
 from megatron_rl.estimate.models import named_spec
@@ -110,10 +111,17 @@ def test_overlap_gets_engines_with_gpus_of_their_own_and_never_more_than_there_a
     assert best[0].total_s == pytest.approx(max(sides) + phases["sync"])
 
 
-def test_experts_are_spread_too(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
-    best = suggested(MATH, model=str(tmp_path / "config.json"), world=16)[1].best
+def test_experts_are_spread_and_never_cut_into_narrow_shards(tmp_path):
+    model = str(tmp_path / "config.json")
+    Path(model).write_text(json.dumps(EXPERTS))
+    best = suggested(MATH, model=model, world=16)[1].best
     assert any(suggestion.trainer.layout.ep > 1 for suggestion in best)
+    Path(model).write_text(json.dumps(EXPERTS | {"moe_intermediate_size": 512}))
+    spec = named_spec(model, max_positions=40960)
+    choices = list(trainer_choices(load_recipe(MATH).recipe, spec, world_size=16, gpus_per_node=8))
+    assert {choice.layout.expert_tp for choice in choices} == {1, 2}
+    # experts whole, beside a tp of the rest that is higher
+    assert {choice.layout.tp for choice in choices if choice.layout.etp == 1} == {2, 4, 8}
 
 
 def test_a_recipe_that_does_not_fit_is_refused_alone_and_helped_with_suggestions(capsys):
