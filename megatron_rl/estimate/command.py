@@ -8,16 +8,18 @@ import math
 from typing import Any
 
 from megatron_rl.arguments import add_recipe, positive_int
-from megatron_rl.errors import MegatronRLError
-from megatron_rl.estimate.estimate import build_estimate, estimate_data, estimate_rows
-from megatron_rl.estimate.hardware import load_hardware
+from megatron_rl.errors import MegatronRLError, RecipeError
+from megatron_rl.estimate.estimate import build_estimate, estimate_data, estimate_rows, other_layout
+from megatron_rl.estimate.hardware import Hardware, load_hardware
 from megatron_rl.estimate.models import known_models, named_spec
 from megatron_rl.estimate.stage_time import Assumed
+from megatron_rl.estimate.suggest import suggest
+from megatron_rl.estimate.suggest_text import suggestion_data, suggestion_rows
 from megatron_rl.estimate.text import Row
-from megatron_rl.recipe.load import load_recipe
+from megatron_rl.recipe.load import LoadedRecipe, load_recipe
 from megatron_rl.recipe.problems import raise_problems
 from megatron_rl.recipe.resolve import Resolved, check_recipe, smallest_world
-from megatron_rl.recipe.summary import summary_data, summary_table
+from megatron_rl.recipe.summary import aligned, summary_data, summary_table
 
 _EXAMPLES = """examples:
   megatron-rl check recipes/quickstart.yaml --world 4 layout.tp=2
@@ -82,13 +84,17 @@ def run_check(args: argparse.Namespace) -> int:
     spec = None
     if args.model_config is not None:
         spec = named_spec(args.model_config, max_positions=loaded.recipe.model.max_positions)
-    resolved = check_recipe(
-        loaded,
-        world_size=args.world or smallest_world(loaded.recipe),
-        model_spec=spec,
-        planned=args.plan or spec is not None,
-    )
+    world_size = args.world or smallest_world(loaded.recipe)
+    planned = args.plan or spec is not None
     assumed = Assumed(response_mean=args.response_mean, prompt_mean=args.prompt_mean)
+    try:
+        resolved = check_recipe(loaded, world_size=world_size, model_spec=spec, planned=planned)
+    except RecipeError:
+        if args.suggest and hardware is not None:
+            other = other_layout(loaded, spec, hardware, world_size=world_size, planned=planned)
+            if other is not None:
+                _print_suggestions(loaded, other, hardware, assumed, as_json=args.json)
+        raise
     found = (
         None
         if hardware is None
@@ -107,6 +113,20 @@ def run_check(args: argparse.Namespace) -> int:
     rows += _unchecked_rows(resolved)
     print(summary_table(loaded, resolved, more=rows))
     return 0
+
+
+def _print_suggestions(
+    loaded: LoadedRecipe, other: Resolved, hardware: Hardware, assumed: Assumed, *, as_json: bool
+) -> None:
+    """Suggestions alone, for a recipe whose own layout does not do on so many GPUs."""
+    num_gpus = other.layout.world_size
+    found = suggest(loaded.recipe, other.spec, hardware, assumed, num_gpus=num_gpus)
+    if as_json:
+        data = suggestion_data(found, loaded.recipe, own_s=None)
+        print(json.dumps({"estimate": {"hardware": hardware.name, "suggestions": data}}, indent=2))
+        return
+    rows = suggestion_rows(found, loaded.recipe, own_s=None, fits=False, num_gpus=num_gpus)
+    print(aligned(rows[1:]))
 
 
 def _check_options(args: argparse.Namespace) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.estimate.candidates import trainer_choices
 from megatron_rl.estimate.hardware import Hardware
 from megatron_rl.estimate.memory import stage_memory, takes_turns
 from megatron_rl.estimate.memory_problems import memory_problems
@@ -14,9 +16,10 @@ from megatron_rl.estimate.stage_time import Assumed, StageTime, stage_times
 from megatron_rl.estimate.suggest import Suggestions, suggest
 from megatron_rl.estimate.suggest_text import suggestion_data, suggestion_rows
 from megatron_rl.estimate.text import Row, time_data, time_rows
+from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.problems import Problem
-from megatron_rl.recipe.resolve import Resolved
+from megatron_rl.recipe.resolve import Resolved, check_recipe
 from megatron_rl.recipe.schema import Recipe
 
 
@@ -70,6 +73,23 @@ def build_estimate(
         suggestions=found,
         num_gpus=world_size,
     )
+
+
+def other_layout(
+    loaded: LoadedRecipe, spec: ModelSpec | None, hardware: Hardware, *, world_size: int, planned: bool
+) -> Resolved | None:
+    """The recipe in the first layout that passes every check; None if its problems are not those of its layout."""
+    recipe = loaded.recipe
+    try:
+        spec = spec or ModelSpec.from_hf(recipe.model.hf_path, max_positions=recipe.model.max_positions)
+        choices = trainer_choices(recipe, spec, world_size=world_size, gpus_per_node=hardware.gpus_per_node)
+        choice = next(choices, None)
+        if choice is None:
+            return None
+        changed = replace(loaded, recipe=choice.apply(recipe))
+        return check_recipe(changed, world_size=world_size, model_spec=spec, planned=planned)
+    except MegatronRLError:
+        return None
 
 
 def estimate_rows(found: Estimate) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -53,7 +54,15 @@ class Suggestions:
     best: tuple[Suggestion, ...]
     faster_without_memory: tuple[Suggestion, ...]
     num_considered: int
-    num_fit: int
+    fit_s: tuple[float, ...]  # seconds of all that fit, ascending
+
+    @property
+    def num_fit(self) -> int:
+        return len(self.fit_s)
+
+    def place(self, total_s: float) -> int:
+        """Which one a layout that takes so long would be, from 1; as fast to a thousandth is as good."""
+        return 1 + bisect_left(self.fit_s, total_s * 0.999)
 
 
 class _Search:
@@ -115,7 +124,7 @@ def suggest(
         best=tuple(fitting[:count]),
         faster_without_memory=tuple(missing[:3]),
         num_considered=len(found),
-        num_fit=len(fitting),
+        fit_s=tuple(suggestion.total_s for suggestion in fitting),
     )
 
 

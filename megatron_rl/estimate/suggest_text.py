@@ -15,22 +15,24 @@ _MATTERS = 0.002  # of the total: a smaller difference is no reason
 
 
 def suggestion_rows(
-    found: Suggestions, recipe: Recipe, *, own_s: float, fits: bool, num_gpus: int
+    found: Suggestions, recipe: Recipe, *, own_s: float | None, fits: bool, num_gpus: int
 ) -> list[Row]:
     """The best layouts, what each loses to the first, where the recipe's own stands, and what memory ruled out."""
     rows: list[Row] = [
         ("", ""),
         (
             "suggestions",
-            f"{num_gpus} GPUs: {found.num_considered} layouts that model and batches split by, {found.num_fit} fit in "
-            "memory; the fastest, as overrides",
+            f"{num_gpus} GPU{'s' * (num_gpus > 1)}: {found.num_considered} layouts that model and batches split by, "
+            f"{found.num_fit} fit in memory; the fastest, as overrides",
         ),
     ]
     if not found.best:
         return rows + [_without_memory(suggestion, recipe) for suggestion in found.faster_without_memory]
     first = found.best[0]
-    own = f"{seconds(own_s)}, {own_s / first.total_s:.2f} x the first"
-    rows.append(("  recipe's own", own if fits else f"does not fit; it would take {own}"))
+    if own_s is not None:
+        own = f"{seconds(own_s)}, {own_s / first.total_s:.2f} x the first"
+        place = f"{own}, place {found.place(own_s)} of {found.num_fit}"
+        rows.append(("  recipe's own", place if fits else f"does not fit; it would take {own}"))
     for number, suggestion in enumerate(found.best, start=1):
         rows.append(
             (f"  {number}", f"{seconds(suggestion.total_s)}, {_memory(suggestion)}{_loss(suggestion, first)}")
@@ -114,7 +116,7 @@ def _without_memory(suggestion: Suggestion, recipe: Recipe) -> Row:
     return ("  does not fit", f"{missing}, {where}: {' '.join(overrides(suggestion, recipe))}")
 
 
-def suggestion_data(found: Suggestions, recipe: Recipe, *, own_s: float) -> dict[str, Any]:
+def suggestion_data(found: Suggestions, recipe: Recipe, *, own_s: float | None) -> dict[str, Any]:
     """The same for programs."""
 
     def plain(suggestion: Suggestion) -> dict[str, Any]:

@@ -85,6 +85,11 @@ def summary_table(
         if (transfer := _transfer(loaded, resolved, i)) is not None:
             rows += [(f"  {what}", how_much) for what, how_much in summary_rows(transfer)]
     rows += more
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[tuple[str, str]]) -> str:
+    """Two columns of text, the first as wide as its longest entry."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
 

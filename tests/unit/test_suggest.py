@@ -99,6 +99,8 @@ def test_engines_on_a_part_of_the_gpus_are_seen_to_be_few():
 def test_the_shipped_layout_is_near_the_best_that_is_predicted():
     own, suggestions = suggested(MATH)
     assert own.total_s < 1.05 * suggestions.best[0].total_s
+    assert suggestions.place(own.total_s) < suggestions.num_fit / 4
+    assert suggestions.place(suggestions.best[0].total_s) == 1
 
 
 def test_overlap_gets_engines_with_gpus_of_their_own_and_never_more_than_there_are():
@@ -132,6 +134,17 @@ def test_a_recipe_that_does_not_fit_is_refused_alone_and_helped_with_suggestions
     text = capsys.readouterr().out
     assert "does not fit; it would take" in text
     assert "layout.tp=4" in text
+
+
+def test_a_layout_that_does_not_do_is_refused_and_others_are_suggested(capsys):
+    # dp 12 does not divide the 128 rollouts of an optimizer step
+    assert main(["check", MATH, *PLAN, "--world", "48", "--suggest"]) == 2
+    captured = capsys.readouterr()
+    assert "must be a multiple of the 12 data-parallel ranks" in captured.err
+    assert captured.out.startswith("suggestions") and "layout.pp=3" in captured.out
+    # what no layout helps is refused alone
+    assert main(["check", MATH, *PLAN, "--world", "48", "--suggest", "stages.0.group_size=1"]) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_text_and_json_show_overrides_and_why_the_next_ones_lose(capsys):
