@@ -18,6 +18,7 @@ MAX_TEXT_CHARS = 24_000  # of a prompt, of a completion, of a gold; the middle i
 MAX_TOKENS = 120_000  # shown one by one, of all runs together
 _MAX_BYTES = 16 * 2**20  # read of one file
 _MAX_REASON_CHARS = 2_000
+_BOUND = f"a page holds at most {MAX_ROLLOUTS:,} rollouts and {MAX_TOKENS:,} of their tokens one by one"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,7 @@ def choose_rollouts(sources: Sequence[Source], *, most: int = MAX_ROLLOUTS) -> R
         where = f"{source.name}: " if len(sources) > 1 else ""
         notes.append(f"{where}{len(of_run)} rollouts of {len(chosen)} of {len(files)} iterations")
     _drop_tokens_beyond(found, MAX_TOKENS)
-    return Reading(rollouts=found, note="; ".join(notes))
+    return Reading(rollouts=found, note=f"{'; '.join(notes)}, evenly spread; {_BOUND}")
 
 
 def _of_iteration(

@@ -48,6 +48,8 @@ def shrink(
         # what a machine with GPUs may ask for, a laptop may not have
         model=replace(recipe.model, hf_path=str(model), checkpoint=None, spec="auto", kernels="auto"),
         layout=layout,
+        # a proof is no experiment to keep
+        run=replace(recipe.run, wandb=None),
         stages=tuple(cutter.stage(index, stage) for index, stage in enumerate(recipe.stages)),
     )
     return small, [*changes, *_differences(recipe, small)]

@@ -130,8 +130,13 @@ def test_tokens_are_coloured_by_logprob_ratio_and_clip(page):
     by_ratio = colours("ratio")
     assert by_ratio[0] != by_ratio[-1]
     assert [bool(colour) for colour in colours("clipped")] == [True, False, False, False, False, True, True]
-    title = page.locator("pre.tokens .t").nth(6).get_attribute("title")
-    assert "log-prob" in title and "ratio of the update" in title and "clipped above" in title
+    page.hover("pre.tokens .t >> nth=6")
+    facts = page.inner_text(".facts-line")
+    # e to the power of its log-prob -3.61, and of its ratio 0.2 * 3 + 0.02
+    assert "p 0.0271" in facts and "ratio of the update 1.85893" in facts and "clipped above" in facts
+    page.focus("#detail")
+    page.keyboard.press("ArrowLeft")
+    assert page.inner_text(".facts-line").startswith("6: ")
     page.click("[data-view=text]")
 
 

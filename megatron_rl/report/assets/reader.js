@@ -7,7 +7,7 @@
   const list = document.getElementById("list"), detail = document.getElementById("detail");
   const VIEWS = { text: "text", logprob: "log-prob", ratio: "ratio of the update", mismatch: "trainer / engine", clipped: "clipped" };
   const GOOD = "correct";
-  let shown = [], chosen = -1, view = "text";
+  let shown = [], chosen = -1, view = "text", token = -1;
 
   const make = (tag, kind, text) => {
     const node = document.createElement(tag);
@@ -107,11 +107,12 @@
     if (r.gold !== null) parts.push(make("h3", "", "gold"), make("pre", "gold", r.gold));
     parts.push(views(r));
     const { think, answer } = split(r.text);
-    if (view !== "text" && r.tokens) parts.push(make("h3", "", "completion, token by token"), tokens(r.tokens));
+    if (view !== "text" && r.tokens) parts.push(make("h3", "", "completion, token by token"), tokens(r.tokens), make("output", "facts-line", "point at a token, or → and ← here"));
     else {
       if (think !== null) parts.push(make("h3", "", "think"), make("pre", "think", think));
       parts.push(make("h3", "", "answer"), make("pre", "answer", answer));
     }
+    token = -1;
     detail.replaceChildren(...parts);
     detail.scrollTop = 0;
   }
@@ -183,11 +184,23 @@
       if (ratio !== null) facts.push(`ratio of the update ${number(Math.exp(ratio), 6)}`);
       if (clip) facts.push(clip > 0 ? "clipped above" : "clipped below");
       if (!old) facts.push("not trained on");
-      span.title = facts.join("\n");
+      span.dataset.facts = facts.join(" · ");
       text.append(span);
     });
     return text;
   }
+
+  function point(index) {
+    const all = detail.querySelectorAll(".t");
+    if (!all.length) return;
+    all[token]?.classList.remove("at");
+    token = Math.max(0, Math.min(all.length - 1, index));
+    all[token].classList.add("at");
+    detail.querySelector(".facts-line").textContent = `${token + 1}: ${all[token].dataset.facts}`;
+  }
+  detail.addEventListener("mouseover", (event) => {
+    if (event.target.classList.contains("t")) point([...detail.querySelectorAll(".t")].indexOf(event.target));
+  });
 
   form.addEventListener("input", filter);
   form.addEventListener("submit", (event) => event.preventDefault());
@@ -197,7 +210,12 @@
     const typing = event.target.closest("input, select, textarea");
     if (event.key === "Escape" && typing) { typing.blur(); list.focus({ preventScroll: true }); return; }
     if (typing) return;
-    const inList = document.activeElement === list;
+    const inList = document.activeElement === list, inDetail = document.activeElement === detail;
+    if (inDetail && (event.key === "ArrowRight" || event.key === "ArrowLeft")) {
+      event.preventDefault();
+      point(token + (event.key === "ArrowRight" ? 1 : -1));
+      return;
+    }
     const move = { j: 1, k: -1, ...(inList ? { ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10, Home: -1e9, End: 1e9 } : {}) }[event.key];
     if (move && shown.length) {
       event.preventDefault();
