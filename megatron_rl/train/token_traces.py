@@ -123,7 +123,7 @@ class TokenTraces:
                     # [position, count] of what is not here; null: nothing
                     "left_out": cut.left_out,
                     "token_ids": cut.of(ids),
-                    "tokens": cut.of(texts.of(ids)),
+                    "tokens": texts.of(cut.of(ids)),
                     "rollout_logprobs": _rounded(cut.of(list(rollout.completion.logprobs))),
                     "old_logprobs": None if old is None else _rounded(cut.of(old)),
                     "logprobs": None if now is None else _rounded(cut.of(now)),
