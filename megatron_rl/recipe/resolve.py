@@ -19,6 +19,7 @@ from megatron_rl.recipe.amounts import most_prompts_drawn
 from megatron_rl.recipe.checks import nearest_multiples, optimizer_steps, stage_problems
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.problems import Problem, raise_problems
+from megatron_rl.recipe.profile_checks import profile_problems
 from megatron_rl.recipe.schema import LayoutConfig, Recipe
 from megatron_rl.recipe.stages import RlStage, SftStage, Stage
 from megatron_rl.recipe.tracking import tracking_problems
@@ -104,6 +105,7 @@ def check_recipe(
             problems += _padding_problems(stage, path, layout)
         if spec is not None:
             problems += _length_problems(stage, path, spec)
+    problems += profile_problems(recipe)
     if spec is not None:
         problems += _split_problems(recipe, spec)
     if problems or layout is None or spec is None:

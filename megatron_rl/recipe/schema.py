@@ -52,6 +52,16 @@ class WandbConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileConfig:
+    """Some steps as a Chrome trace, RUN_DIR/profile/trace.json.gz: see train/README.md."""
+
+    first_step: PositiveInt = 3  # counted from 1 over all stages: optimizer steps of SFT, iterations of RL
+    steps: PositiveInt = 2  # of the window; one may lie across stages
+    # every operator of torch (and kernel, on GPUs) besides, in a file per rank; much slower and large
+    operators: Bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     seed: NonNegativeInt = 1
     # the same bits from the same recipe, layout and machine: torch's deterministic algorithms, fixed workspaces of
@@ -66,6 +76,7 @@ class RunConfig:
     # rollouts of an RL iteration whose tokens are recorded with their log-probs, for the report; 0: none
     rollout_tokens: NonNegativeInt = 16
     wandb: WandbConfig | None = None  # what TensorBoard shows, there as well
+    profile: ProfileConfig | None = None  # null: none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

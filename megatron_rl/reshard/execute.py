@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron_rl.errors import ReshardError
+from megatron_rl.platform.spans import Spans
 from megatron_rl.reshard.parcels import Parcel, batch_bytes, batches, check_wire_dtype, merge
 from megatron_rl.reshard.plan import Message, ReshardPlan, Transfer
 from megatron_rl.reshard.seal import write_seal
@@ -41,12 +42,17 @@ def connect_plan(
 class WeightSender:
     """Sends the share of one trainer rank in every update, to whom the plan says."""
 
-    def __init__(self, plan: ReshardPlan, router: Router, *, dtype: torch.dtype) -> None:
-        """`dtype` is that on the wire. Raises ReshardError when the plan was made for another width."""
+    def __init__(
+        self, plan: ReshardPlan, router: Router, *, dtype: torch.dtype, spans: Spans | None = None
+    ) -> None:
+        """`dtype` is that on the wire; `spans` get one for each batch. Raises ReshardError when the plan was made for
+        another width."""
         check_wire_dtype(plan, dtype)
         self._rank, self._dtype = router.member.rank, dtype
+        self._spans = Spans() if spans is None else spans
         by_bucket = outgoing(plan, router, limit=plan.bucket_bytes)
         self._batches = [batch for group in by_bucket.values() for batch in group]
+        self._buckets = [bucket for bucket, group in by_bucket.items() for _ in group]
         self._outboxes = list({id(batch.outbox): batch.outbox for batch in self._batches}.values())
 
     def send(self, params: Params, *, version: int) -> int:
@@ -56,15 +62,17 @@ class WeightSender:
         naming the peer that died or did not take its message in time.
         """
         pieces = [[list(self._pieces(parcel, params)) for parcel in batch.parcels] for batch in self._batches]
-        for batch, pieces_of_batch in zip(self._batches, pieces, strict=True):
-            buffers = batch.buffers()
-            for parcel, buffer, own in zip(batch.parcels, buffers, pieces_of_batch, strict=True):
-                pack(parcel, buffer, own, dtype=self._dtype, version=version)
-            batch.send(buffers)
-        for outbox in self._outboxes:
-            outbox.flush()
-        for outbox in self._outboxes:
-            outbox.rest()
+        for bucket, batch, pieces_of_batch in zip(self._buckets, self._batches, pieces, strict=True):
+            with self._spans.span("send bucket", bucket=bucket, bytes=batch.sent_bytes):
+                buffers = batch.buffers()
+                for parcel, buffer, own in zip(batch.parcels, buffers, pieces_of_batch, strict=True):
+                    pack(parcel, buffer, own, dtype=self._dtype, version=version)
+                batch.send(buffers)
+        with self._spans.span("flush buckets"):
+            for outbox in self._outboxes:
+                outbox.flush()
+            for outbox in self._outboxes:
+                outbox.rest()
         return sum(batch.sent_bytes for batch in self._batches)
 
     def _pieces(self, parcel: Parcel, params: Params) -> Iterator[Tensor]:

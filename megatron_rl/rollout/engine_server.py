@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.rollout.spans import EngineSpans
 from megatron_rl.rollout.stepper import Stepper
 from megatron_rl.rollout.wire import Message, WireClosed, recv_message, send_message
 
@@ -27,10 +28,12 @@ class EngineServer:
         self._version = -1
         self._stale = None if has_weights else "none were transferred yet, and the model directory holds none"
         self._failure: Exception | None = None
+        self._spans = EngineSpans()
         self._answered = time.monotonic()
         self._commands: dict[str, Callable[[Message], Any]] = {
             "generate": self._generate,
             "score": self._score,
+            "spans": lambda message: self._spans.answer(message),
             "status": self._status,
             "init_transfer": self._init_transfer,
             "receive": self._receive,
@@ -49,7 +52,8 @@ class EngineServer:
                 send_message(sock, {"result": None})
                 return
             try:
-                answer = {"result": self._commands[message["cmd"]](message)}
+                with self._spans.command(message["cmd"], self._is_busy):
+                    answer = {"result": self._commands[message["cmd"]](message)}
             except ReshardError as error:
                 answer = {"error": {"kind": "reshard", "message": str(error)}}
             except Exception as error:  # the owner decides what a failed command means
@@ -71,7 +75,7 @@ class EngineServer:
     def _step(self) -> None:
         assert self._stepper is not None
         try:
-            self._stepper.step()
+            self._spans.step(self._stepper.step, self._llm, self._is_busy)
         except Exception as error:  # told with the next command: nobody waits for an answer now
             self._failure = error
 

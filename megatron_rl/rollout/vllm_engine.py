@@ -20,6 +20,7 @@ from megatron_rl.reshard.transports import TransportKind
 from megatron_rl.rollout.dispatch import Dispatcher
 from megatron_rl.rollout.engine import GenerateRequest, Ticket
 from megatron_rl.rollout.replicas import Replica, ReplicaPlaces, meeting_host
+from megatron_rl.rollout.spans import EngineLane, begin_spans, fetch_spans
 from megatron_rl.rollout.wire import Message
 from megatron_rl.rollout.yarn import Yarn
 
@@ -240,6 +241,14 @@ class VllmEngine:
     def status(self) -> list[dict[str, Any]]:
         """Of each replica: `weight_version` and `stale` (None, or why it refuses to generate)."""
         return self._all(lambda replica: replica.ask("status", timeout_s=self._config.request_timeout_s))
+
+    def begin_spans(self) -> None:
+        """Every replica keeps what it does when, for `fetch_spans`."""
+        self._all(lambda replica: begin_spans(replica, timeout_s=self._config.request_timeout_s))
+
+    def fetch_spans(self) -> list[EngineLane]:
+        """What every replica did since `begin_spans`; none keeps anything from now on."""
+        return self._all(lambda replica: fetch_spans(replica, timeout_s=self._config.request_timeout_s))
 
     def begin_join(
         self,

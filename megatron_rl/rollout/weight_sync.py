@@ -17,6 +17,7 @@ from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.collectives import all_gather_object, broadcast_object
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform.device import has_accelerator
+from megatron_rl.platform.spans import Spans
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.reshard.execute import Params, WeightSender, connect_plan
 from megatron_rl.reshard.placement import Placement
@@ -47,7 +48,7 @@ class WeightSync:
     ranks reach it, and workers unless it is a loopback address (see `replicas.meeting_host`). `dtype` is the
     engine's; values are cast before they travel. `canary` fills what a worker must not read with NaN, at the
     cost of writing it. `trainers` is the group of trainer ranks to agree in (None: the default one); its
-    time-out must exceed what rank 0 waits for its engines.
+    time-out must exceed what rank 0 waits for its engines. `spans` get one for each bucket that is sent.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class WeightSync:
         host: str = LOOPBACK,
         trainers: dist.ProcessGroup | None = None,
         canary: bool = True,
+        spans: Spans | None = None,
     ) -> None:
         if (engine is not None) != (rank == 0):
             raise EngineError(
@@ -72,6 +74,7 @@ class WeightSync:
         self._config = config
         self._host, self._trainers, self._canary = host, trainers, canary
         self._port_patience_s = 0.0
+        self._spans = spans
         self._router: Router | None = None
         self._board: Board | None = None
         self._sender: WeightSender | None = None
@@ -173,7 +176,9 @@ class WeightSync:
             self._router = watch_engines(
                 lambda: connect_plan(self.plan, member, kind=kind, store=store), joined, self._board
             )
-            self._sender = WeightSender(self.plan, self._router, dtype=self._dtype)
+            self._sender = WeightSender(
+                self.plan, self._router, dtype=self._dtype, spans=self._spans
+            )
         except GivenUp:
             pass
         except ReshardError as error:

@@ -15,12 +15,14 @@ from megatron_rl.model.checkpoint_files import CHECKPOINTS_DIR, checkpoint_name
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.collectives import broadcast_object, largest
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.recipe.profile_checks import steps_before
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import Stage
 from megatron_rl.train.memory import memory_metrics
 from megatron_rl.train.metrics import Meter
 from megatron_rl.train.phases import PhaseFile
 from megatron_rl.train.policy import Policy
+from megatron_rl.train.profile import Profile
 from megatron_rl.train.progress import Progress, stage_label
 from megatron_rl.train.reporter import Reporter
 from megatron_rl.train.stopping import REASONS, Stopped, StopRequest, write_stopped
@@ -43,6 +45,7 @@ class RunContext:
     checkpoints: CheckpointStore
     phases: PhaseFile
     stop: StopRequest
+    profile: Profile
     host: str  # the driving rank's address, as other ranks and engine workers reach it
     driver_group: dist.ProcessGroup | None
     border_group: dist.ProcessGroup | None  # where ranks agree whether to stop
@@ -71,8 +74,9 @@ class RunContext:
 
     def begin_step(self, progress: Progress, step: int, *, phase: str) -> Meter:
         """The meter of step `step` (the first is 1) of the stage; its spans are phases of this rank."""
+        self.profile.begin_step(steps_before(self.recipe.stages, progress.stage) + step)
         self.phases.begin_step(stage_label(self.recipe.stages, progress.stage), step, phase)
-        return Meter(entering=self.phases.enter)
+        return Meter(entering=self.phases.enter, leaving=self.phases.spans.leave)
 
     def report_loaded(self) -> None:
         """Say what the checkpoint gave that the run began with, once everything was taken from it."""
@@ -103,9 +107,16 @@ class RunContext:
         if progress.step == total:
             # the next stage begins with nothing of this one still on its way to the disk
             self.checkpoints.finish()
+        number = steps_before(self.recipe.stages, progress.stage) + progress.step
+        self.say_profiled(self.profile.end_step(number))
         # a signal to any rank stops all of them at this border
         if reason := largest(self.stop.reason, self.border_group):
             self._stop_here(progress, REASONS[reason], extra=None if is_due else extra)
+
+    def say_profiled(self, trace: Path | None) -> None:
+        """`trace` as `Profile` returns it."""
+        if trace is not None:
+            self.reporter.say(f"profile: {trace}, opens in ui.perfetto.dev and chrome://tracing")
 
     def _save(self, progress: Progress, extra: Callable[[], Mapping[str, bytes]]) -> None:
         self.phases.enter("save")
@@ -118,6 +129,7 @@ class RunContext:
         if extra is not None:
             self._save(progress, extra)
         self.checkpoints.finish()
+        self.say_profiled(self.profile.finish())
         self.phases.enter("stop")
         if self.is_driver:
             label = stage_label(self.recipe.stages, progress.stage)

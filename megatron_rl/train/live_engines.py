@@ -48,7 +48,11 @@ class LiveEngines:
         """
         while True:
             try:
-                done = self._sync.push(version), self._parity.check(version)
+                spans = self._run.phases.spans
+                with spans.span("transfer"):
+                    transferred = self._sync.push(version)
+                with spans.span("parity"):
+                    done = transferred, self._parity.check(version)
             except (LostEngineError, ReshardError) as error:
                 self.restart(error)
             else:

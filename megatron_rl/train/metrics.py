@@ -48,7 +48,7 @@ def _reduce(metrics: Sequence[Metric]) -> float | None:
 class Meter:
     """Wall-clock seconds of one step by named span. Spans do not nest: they are shares of the whole.
 
-    `entering` is told the name of each span as it opens.
+    `entering` is told the name of each span as it opens, `leaving` that it is over.
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class Meter:
         clock: Callable[[], float] = time.perf_counter,
         *,
         entering: Callable[[str], None] = lambda name: None,
+        leaving: Callable[[], None] = lambda: None,
     ) -> None:
-        self._clock, self._entering = clock, entering
+        self._clock, self._entering, self._leaving = clock, entering, leaving
         self._started = clock()
         self._seconds: dict[str, float] = {}
         self._open: str | None = None
@@ -75,6 +76,7 @@ class Meter:
         finally:
             self._open = None
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - started
+            self._leaving()
 
     def metrics(self, *, tokens: int | None = None) -> dict[str, float]:
         """`time/NAME_s` of every span, `time/other_s` and `time/iteration_s` since the meter was made.

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megatron_rl.platform.spans import Spans
 from megatron_rl.train.files import writing
 from megatron_rl.train.run_dir import LOGS
 
@@ -64,9 +65,13 @@ def phase_path(run_dir: Path, rank: int) -> Path:
 
 
 class PhaseFile:
-    """The phase of this process; every change is written at once, by one write in place."""
+    """The phase of this process; every change is written at once, by one write in place.
+
+    While a profile is made, steps and phases are `spans` as well.
+    """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
+        self.spans = Spans()
         path = phase_path(run_dir, rank)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,12 +86,15 @@ class PhaseFile:
     def enter(self, phase: str) -> None:
         """From now on this rank is in `phase`, one of PHASES."""
         assert phase in PHASES, phase
+        self.spans.enter(phase)
         if phase != self._current.phase:
             self._set(replace(self._current, phase=phase, since=time.time()))
 
     def begin_step(self, stage: str, step: int, phase: str) -> None:
         """From now on this rank works on step `step` of `stage`, and is in `phase`."""
         assert phase in PHASES, phase
+        self.spans.begin_step(f"{stage} step {step}", step=step)
+        self.spans.enter(phase)
         self._set(replace(self._current, stage=stage, step=step, phase=phase, since=time.time()))
 
     def _set(self, current: Phase) -> None:

@@ -34,11 +34,13 @@ from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.collectives import all_gather_object
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.platform import device as platform
+from megatron_rl.platform.spans import Spans
 from megatron_rl.recipe.schema import ModelConfig
 from megatron_rl.recipe.stages import OptimizerConfig, ScheduleConfig
 from megatron_rl.train.head import Head
 from megatron_rl.train.optimizer import StageOptimizer, StepStats
 from megatron_rl.train.replicas import NUM_CHECKED_STEPS, check_replicas
+from megatron_rl.train.schedule_spans import ScheduleSpans
 
 # what the loss of one micro-batch is
 LossFunction = Callable[[PackedBatch], TokenLoss]
@@ -68,6 +70,7 @@ class Policy:
         self._head = self._build_head(config) if self.chunks[-1].post_process else None
         self._optimizer: StageOptimizer | None = None
         self._num_steps_to_check = 0
+        self.spans = Spans()  # of micro-batches and optimizer steps, while a profile is made
 
     def _build_head(self, config: ModelConfig) -> Head:
         rows = padded_vocab(self.spec.vocab_size, self.layout.tp) // self.layout.tp
@@ -145,7 +148,8 @@ class Policy:
         The first steps of a stage and after a resume also compare what several ranks hold copies of, and raise
         TrainingError on all of them where it differs.
         """
-        stats = self.optimizer.step()
+        with self.spans.span("optimizer step"):
+            stats = self.optimizer.step()
         if self._num_steps_to_check and not stats.was_skipped:
             self._num_steps_to_check -= 1
             check_replicas(
@@ -204,8 +208,9 @@ class Policy:
         single = len(self.ddp_chunks) == 1
         for chunk in self.ddp_chunks:
             chunk.train(not forward_only)
+        self._model_config.timers = ScheduleSpans(self.spans) if self.spans.is_on else None
         return get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, loss, self.dtype),
+            forward_step_func=partial(_forward_step, loss, self.dtype, self.spans),
             data_iterator=iterators[0] if single else iterators,
             model=self.ddp_chunks[0] if single else self.ddp_chunks,
             num_microbatches=len(batches),
@@ -258,9 +263,14 @@ class Policy:
 
 
 def _forward_step(
-    loss: Callable[..., Any], dtype: torch.dtype, batches: Iterator[PackedBatch], model: torch.nn.Module
+    loss: Callable[..., Any],
+    dtype: torch.dtype,
+    spans: Spans,
+    batches: Iterator[PackedBatch],
+    model: torch.nn.Module,
 ) -> tuple[Tensor, Callable[..., Any]]:
     batch = next(batches)
+    spans.note(tokens=batch.num_tokens)
     # the mixed-precision wrapper would hand the last stage's hidden states on in float32
     wrapper_options = {} if dtype is torch.float32 else {"fp32_output": False}
     hidden = model(

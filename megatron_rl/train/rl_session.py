@@ -117,6 +117,7 @@ class RlSession:
                 log_dir=run.run_dir / "logs",
             )
             opening.callback(engine.close)
+            opening.enter_context(run.profile.engines(engine))
             self._load_metrics = engine.load_metrics
             stops = stop_token_ids(run.tokenizer)
             # evaluation asks what is correct, training what it is worth
@@ -143,6 +144,7 @@ class RlSession:
             dtype=run.policy.dtype,
             host=run.host,
             trainers=run.driver_group,
+            spans=run.phases.spans,
         )
         run.reporter.plan(sync.plan)
         if stage.overlap != "none":

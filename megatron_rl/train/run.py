@@ -32,6 +32,7 @@ from megatron_rl.rollout.replicas import check_hosts
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.launcher import free_port
 from megatron_rl.train.policy import Policy
+from megatron_rl.train.profile import Profile
 from megatron_rl.train.progress import Progress, stage_label
 from megatron_rl.train.rank_process import RankEnvironment, RankProcess
 from megatron_rl.train.reporter import Reporter
@@ -76,6 +77,8 @@ def run_training(loaded: LoadedRecipe, *, resume: bool, process: RankProcess) ->
             if resume and saved is None:
                 reporter.say(f"no checkpoint in {run_dir}: starting from the beginning")
             _run_stages(progress, run)
+            # a window that reaches beyond the end
+            run.say_profiled(run.profile.finish())
             checkpoints.finish()
             process.phases.enter("export")
             _export(run)
@@ -196,6 +199,8 @@ def _open_run(
     tokenizer = load_tokenizer(recipe.model.hf_path)
     reporter.reads(tokenizer)
     policy = Policy(recipe.model, spec, layout, rank=process.place.rank)
+    policy.spans = process.phases.spans
+    border_group = new_border_group(timeout_s=recipe.run.collective_timeout_s)
     if saved is not None:
         # before any optimizer: it copies the weights
         checkpoints.load_model(policy, saved)
@@ -219,7 +224,10 @@ def _open_run(
         stop=process.stop,
         host=_master_addr(),
         driver_group=new_driver_group(),
-        border_group=new_border_group(timeout_s=recipe.run.collective_timeout_s),
+        border_group=border_group,
+        profile=Profile(
+            recipe.run.profile, process.run_dir, policy.spans, rank=process.place.rank, group=border_group
+        ),
         resumed_from=saved,
     )
 

@@ -143,7 +143,7 @@ def _run_context(policy: Any, model: str, place: str, rank: int) -> Any:
     from megatron_rl.train.context import RunContext
 
     needless = dict.fromkeys(
-        ("tokenizer", "reporter", "checkpoints", "phases", "stop", "host", "driver_group", "border_group")
+        ("tokenizer", "reporter", "checkpoints", "phases", "stop", "host", "driver_group", "border_group", "profile")
     )
     recipe = Recipe(name="two", model=ModelConfig(hf_path=model, dtype="float32"), stages=(IN_LOSS, IN_LOSS))
     return RunContext(

@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.recipe.load import load_recipe
+from tests.helpers.chrome_trace import read_trace
 from tests.helpers.quickstart import lines, train
 
 ITERATIONS = 24
@@ -22,7 +23,8 @@ MIN_GAIN = 0.08
 
 LAYOUTS = {
     "tp1": (),
-    "tp2-pp2": ("--nproc", "4", "layout.tp=2", "layout.pp=2"),
+    # profiled from the last SFT step into RL, which changes no number
+    "tp2-pp2": ("--nproc", "4", "layout.tp=2", "layout.pp=2", "run.profile={first_step: 4, steps: 2}"),
     "dp2": ("--nproc", "2"),
 }
 BRIEF = (
@@ -108,14 +110,19 @@ def test_a_run_leaves_the_records_that_it_promises(learned: Path) -> None:
         assert (learned / name).stat().st_size > 0
 
 
-@pytest.mark.timeout(1000)
-def test_layouts_give_the_same_sft_curve_and_the_same_first_rewards(learned: Path, place: Path) -> None:
-    curves = {}
+@pytest.fixture(scope="module")
+def of_layouts(learned: Path, place: Path) -> dict[str, Path]:
+    """Run directories by name of the layout."""
+    run_dirs = {name: place / "runs" / name for name in LAYOUTS}
     for name, options in LAYOUTS.items():
-        run_dir = place / "runs" / name
-        done = train(place, run_dir, *options, *BRIEF, f"model.hf_path={learned / 'model'}")
+        done = train(place, run_dirs[name], *options, *BRIEF, f"model.hf_path={learned / 'model'}")
         assert done.returncode == 0, (name, done.stderr[-3000:])
-        curves[name] = lines(run_dir)
+    return run_dirs
+
+
+@pytest.mark.timeout(1000)
+def test_layouts_give_the_same_sft_curve_and_the_same_first_rewards(of_layouts: dict[str, Path]) -> None:
+    curves = {name: lines(run_dir) for name, run_dir in of_layouts.items()}
     reference = curves.pop("tp1")
     assert 0 < reference[-1]["reward/mean"] < 1, (
         "rewards must differ between rollouts for this to mean anything"
@@ -127,3 +134,33 @@ def test_layouts_give_the_same_sft_curve_and_the_same_first_rewards(learned: Pat
             else:
                 assert got["reward/mean"] == want["reward/mean"], (name, want["step"])
                 assert got["rollout/tokens"] == want["rollout/tokens"], (name, want["step"])
+
+
+@pytest.mark.timeout(1000)
+def test_a_profile_shows_what_every_rank_and_engine_did_on_one_clock(of_layouts: dict[str, Path]) -> None:
+    lanes = read_trace(of_layouts["tp2-pp2"] / "profile" / "trace.json.gz")
+    assert [name.partition(" (")[0].partition(" on ")[0] for name in lanes] == [
+        "rank 0", "rank 1", "rank 2", "rank 3", "engine replica 0",
+    ]  # fmt: skip
+    *ranks, engine = lanes.values()
+    for rank in ranks:
+        # the window lies across the stages
+        assert [e.name for e in rank if e.name.startswith(("sft", "rl"))] == ["sft step 4", "rl step 0", "rl step 1"]
+        assert {"train", "generate", "logprob", "sync"} <= {e.name for e in rank}
+        assert {"forward", "backward", "sum gradients", "optimizer step"} <= {e.name for e in rank}
+        assert {"transfer", "parity"} <= {e.name for e in rank if e.inside[-1:] == ("sync",)}
+        for e in rank:
+            if e.name in ("backward", "optimizer step"):
+                assert e.inside[-1] == "train"
+    # stages of a pipeline wait for each other; one of them sends weights in a bucket
+    assert any("recv" in e.name for rank in ranks for e in rank)
+    assert any(e.name == "send bucket" and e.inside[-2:] == ("sync", "transfer") for rank in ranks for e in rank)
+    generate = next(e for e in ranks[0] if e.name == "generate" and "rl step 1" in e.inside)
+    within = [e for e in engine if e.name == "generate" and e.start >= generate.start and e.end <= generate.end]
+    assert len(within) == 1
+    assert {e.name for e in engine if e.inside == ("generate",)} == {"prefill", "decode"}
+    assert {"idle", "receive weights", "commit weights", "score"} <= {e.name for e in engine if not e.inside}
+    receive = [e for e in engine if e.name == "receive weights"]
+    transfers = [e for e in ranks[0] if e.name == "transfer"]
+    assert len(receive) == len(transfers) > 0
+    assert all(a.start <= b.start and b.end <= a.end for a, b in zip(transfers, receive, strict=True))

@@ -45,6 +45,7 @@ FLOORS = {
     "megatron_rl.train.optimizer": 3,
     "megatron_rl.train.policy": 3,
     "megatron_rl.train.replicas": 3,
+    "megatron_rl.train.schedule_spans": 3,
     "megatron_rl.train.metrics": 3,
     "megatron_rl.evaluation": 3,
     "megatron_rl.evaluation.arguments": 5,

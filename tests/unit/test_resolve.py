@@ -266,3 +266,13 @@ def test_one_name_of_an_evaluation_set_means_one_file(recipe):
     found = problems(recipe)
     assert set(found) == {"stages.2.eval.sets.heldout"}
     assert "stages.1.eval.sets.heldout of the same name is heldout.jsonl" in found["stages.2.eval.sets.heldout"]
+
+
+def test_a_profile_of_steps_that_the_run_does_not_have_is_a_problem(recipe):
+    total = sum(
+        getattr(stage, "steps", 0) or getattr(stage, "iterations", 0) for stage in load_recipe(recipe).recipe.stages
+    )
+    found = problems(recipe, f"run.profile={{first_step: {total + 1}}}")
+    assert found["run.profile.first_step"].startswith(f"got {total + 1}, but the run has {total} steps over its stages")
+    loaded = load_recipe(recipe, [f"run.profile={{first_step: {total}, steps: 9}}"])
+    assert check_recipe(loaded, world_size=1).layout.dp == 1
