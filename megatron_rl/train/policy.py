@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_rl.algo.losses import TokenLoss
 from megatron_rl.algo.metric import Metric
+from megatron_rl.data.pack import with_old_logprobs
 from megatron_rl.data.types import PackedBatch
 from megatron_rl.errors import TrainingError
 from megatron_rl.model.build import PolicyGPTModel, build_model, packed_seq_params, table_params
@@ -128,10 +129,32 @@ class Policy:
         loss is of, on the last pipeline stage. Raises TrainingError on all of them for log-probs or entropies
         that cannot be.
         """
+        return self._train_pass(batches, partial(self._loss, loss_fn, temperature, watch))
+
+    def forward_backward_on_policy(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_fn: LossFunction,
+        *,
+        temperature: float = 1.0,
+        watch: Callable[[PackedBatch, Tensor], None] | None = None,
+    ) -> tuple[list[list[Metric]], list[Tensor]]:
+        """As `forward_backward`, where no step came since the old policy: its log-probs are those of this very pass.
+
+        Returns them too, bit for bit what `logprobs` gives, without a pass of their own. `loss_fn` is called with
+        micro-batches that hold them.
+        """
+        found: list[Tensor] = []
+        metrics = self._train_pass(batches, partial(self._on_policy_loss, loss_fn, temperature, watch, found))
+        total = sum(batch.num_tokens for batch in batches)
+        flat = self._from_last_stage(torch.cat(found) if found else None, shape=(total,))
+        return metrics, list(flat.split([batch.num_tokens for batch in batches]))
+
+    def _train_pass(self, batches: Sequence[PackedBatch], loss: Callable[..., Any]) -> list[list[Metric]]:
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
-        outputs = self._run_schedule(batches, partial(self._loss, loss_fn, temperature, watch), forward_only=False)
+        outputs = self._run_schedule(batches, loss, forward_only=False)
         # only tp rank 0 of the last stage reports: the others hold copies or nothing
         mine = outputs if self.tp_rank == 0 else []
         host = [[metric.on_host() for metric in metrics] for metrics in mine]
@@ -235,6 +258,18 @@ class Policy:
         # the token count is megatron-core's own normaliser, which is off here: any number does
         count = torch.zeros((), dtype=torch.int, device=hidden.device)
         return result.loss, count, loss.report(result.loss.detach(), result.metrics)
+
+    def _on_policy_loss(
+        self,
+        loss_fn: LossFunction,
+        temperature: float,
+        watch: Callable[[PackedBatch, Tensor], None] | None,
+        found: list[Tensor],
+        batch: PackedBatch,
+        hidden: Tensor,
+    ) -> tuple[Tensor, Tensor, list[Metric]]:
+        found.append(self.head.logprobs(hidden, batch.labels, temperature=temperature))
+        return self._loss(loss_fn, temperature, watch, with_old_logprobs(batch, found[-1]), hidden)
 
     def _collect(
         self, temperature: float, batch: PackedBatch, hidden: Tensor, *, non_loss_data: bool

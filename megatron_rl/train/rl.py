@@ -43,12 +43,12 @@ def run_rl(stage: RlStage, data: RlData | None, progress: Progress, run: RunCont
                 collected.kept, stage, run.layout, dp_rank=policy.dp_rank, attention_weight=attention
             )
 
-            # old log-probs of every update come before the first one changes the weights
+            # old log-probs of every update come before the first one changes the weights, or from its own pass
             with meter.span("logprob"):
                 updates, scored = score_updates(policy, updates, collected.kept, stage, reference=reference)
             with meter.span("train"):
                 traces = TokenTraces(choose(collected.groups, collected.kept, run.recipe.run.rollout_tokens))
-                steps, entropy = apply_updates(policy, updates, stage, entropy, watch=traces.watch)
+                updates, steps, entropy = apply_updates(policy, updates, stage, entropy, watch=traces.watch)
             # engines take new weights once they have no rollouts of the next iteration to make
             after = progress.advanced(iteration + 1)
             transfer = session.settle(after, meter)

@@ -29,7 +29,12 @@ from megatron_rl.recipe.stages import RlStage
 from megatron_rl.train.metrics import merge
 from megatron_rl.train.policy import Policy
 from megatron_rl.train.reference import ReferencePolicy
-from megatron_rl.train.updates import Update, add_old_logprobs, group_advantages
+from megatron_rl.train.updates import (
+    Update,
+    add_old_logprobs,
+    group_advantages,
+    old_are_those_of_the_step,
+)
 
 
 def score_updates(
@@ -45,6 +50,8 @@ def score_updates(
     temperature = stage.sampling.temperature
     if algorithm.correction.old == "rollout":
         scored = [_with_rollout_as_old(update) for update in updates]
+    elif old_are_those_of_the_step(updates, stage):
+        scored = [replace(update, is_on_policy=True) for update in updates]
     else:
         scored = [add_old_logprobs(policy, update, temperature=temperature) for update in updates]
     if reference is not None:

@@ -34,6 +34,7 @@ class Update:
     samples: Sequence[TrainSample]
     batches: Sequence[PackedBatch]
     load: Load  # of the micro-batches of all ranks
+    is_on_policy: bool = False  # old log-probs are not there yet: the step's own pass gives them
 
 
 def plan_updates(
@@ -101,7 +102,22 @@ def _num_trained_tokens(rollout: Rollout, stage: RlStage) -> int:
 
 def add_old_logprobs(policy: Policy, update: Update, *, temperature: float) -> Update:
     """The same update with this trainer's log-probs before any step of the iteration. Collective."""
-    logprobs = policy.logprobs(update.batches, temperature=temperature)
+    return _with_old(update, policy.logprobs(update.batches, temperature=temperature))
+
+
+def old_are_those_of_the_step(updates: Sequence[Update], stage: RlStage) -> bool:
+    """Whether the one step of an iteration can give the old log-probs itself: nothing before it asks for them.
+
+    No step came before it, so its own forward pass is the old policy's.
+    """
+    algorithm = stage.algorithm
+    needed_before = algorithm.correction.kind != "none" or (
+        algorithm.kl is not None and algorithm.kl.where == "reward"
+    )
+    return len(updates) == 1 and algorithm.correction.old == "trainer" and not needed_before
+
+
+def _with_old(update: Update, logprobs: Sequence[Tensor]) -> Update:
     batches = [with_old_logprobs(b, values.cpu()) for b, values in zip(update.batches, logprobs, strict=True)]
     return replace(update, batches=batches)
 
@@ -132,22 +148,24 @@ def apply_updates(
     entropy: EntropyState,
     *,
     watch: Callable[[Update], Callable[[PackedBatch, Tensor], None] | None] = lambda update: None,
-) -> tuple[list[list[list[Metric]]], EntropyState]:
-    """One optimizer step after the other; the metrics of each, and where they leave the entropy bonus. Collective.
+) -> tuple[list[Update], list[list[list[Metric]]], EntropyState]:
+    """One optimizer step after the other: the updates, now all with old log-probs, the metrics of each step, and where
+    they leave the entropy bonus. Collective.
 
     `watch` gives of each what `Policy.forward_backward` tells of its log-probs.
     """
-    config, steps = stage.algorithm.entropy, []
+    config, done, steps = stage.algorithm.entropy, [], []
     for update in updates:
         coefficient = entropy.active_coefficient(config)
-        step = apply_update(
+        update, step = apply_update(
             policy, update, stage, entropy_coefficient=coefficient, watch=watch(update)
         )
+        done.append(update)
         entropy = entropy.after_step(config, merge(step).get("policy/entropy"))
         if config is not None:
             step.append([Metric(name="policy/entropy_coefficient", value=coefficient, reduce="mean")])
         steps.append(step)
-    return steps, entropy
+    return done, steps, entropy
 
 
 def apply_update(
@@ -157,19 +175,24 @@ def apply_update(
     *,
     entropy_coefficient: float = 0.0,
     watch: Callable[[PackedBatch, Tensor], None] | None = None,
-) -> list[list[Metric]]:
-    """One optimizer step; metrics of every micro-batch of every rank. Collective."""
+) -> tuple[Update, list[list[Metric]]]:
+    """One optimizer step: the update with its old log-probs, metrics of every micro-batch of every rank. Collective."""
     loss_fn = update_loss(update, stage, entropy_coefficient=entropy_coefficient)
-    metrics = policy.forward_backward(
-        update.batches, loss_fn, temperature=stage.sampling.temperature, watch=watch
-    )
+    temperature = stage.sampling.temperature
+    if update.is_on_policy:
+        metrics, logprobs = policy.forward_backward_on_policy(
+            update.batches, loss_fn, temperature=temperature, watch=watch
+        )
+        update = replace(_with_old(update, logprobs), is_on_policy=False)
+    else:
+        metrics = policy.forward_backward(update.batches, loss_fn, temperature=temperature, watch=watch)
     stats = policy.optimizer_step()
     step = [
         Metric(name="policy/grad_norm", value=stats.grad_norm, reduce="mean"),
         Metric(name="optim/lr", value=stats.lr, reduce="max"),
         *[Metric(name=SKIPPED, value=1.0, reduce="sum")] * stats.was_skipped,
     ]
-    return [*metrics, step]
+    return update, [*metrics, step]
 
 
 def logprob_gaps(updates: Sequence[Update]) -> Tensor:

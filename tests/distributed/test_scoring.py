@@ -28,7 +28,7 @@ from tests.helpers.models import make_tiny_hf
 from tests.helpers.rollouts import group
 
 C, W = Verdict.CORRECT, Verdict.WRONG
-TP2, DP2 = ParallelLayout(tp=2), ParallelLayout(dp=2)
+TP2, DP2, PP2 = ParallelLayout(tp=2), ParallelLayout(dp=2), ParallelLayout(pp=2)
 
 
 def _stage(**algorithm: Any) -> RlStage:
@@ -45,6 +45,7 @@ IN_REWARD = _stage(
     kl=KlConfig(coefficient=0.1, where="reward"),
     correction=CorrectionConfig(kind="token_tis", high=1.5, veto=1e-9, batch_normalise=True),
 )
+ONE_STEP = replace(_stage(drop_zero_advantage=False), updates_per_rollout=1)
 IN_LOSS = _stage(kl=KlConfig(coefficient=0.1), entropy=EntropyConfig(target=50.0, delta=1e-3))
 
 
@@ -78,8 +79,42 @@ def _measure(rank: int, world_size: int, model: str, other: str, place: str) -> 
     groups.destroy_model_groups()
     groups.build_model_groups(DP2, timeout_s=60)
     second = _of_layout(DP2, rank, model, other, f"{place}/dp")
+    groups.destroy_model_groups()
+    groups.build_model_groups(PP2, timeout_s=60)
+    _check_one_step(PP2, rank, model)
     groups.destroy_process_groups()
     return [first, second]
+
+
+def _check_one_step(layout: ParallelLayout, rank: int, model: str) -> None:
+    """Where an iteration has one step, its own pass gives the bits of a pass for old log-probs, and so all after it."""
+    import torch
+
+    from megatron_rl.algo.entropy import EntropyState
+    from megatron_rl.model.spec import ModelSpec
+    from megatron_rl.train.policy import Policy
+    from megatron_rl.train.scoring import score_updates
+    from megatron_rl.train.updates import add_old_logprobs, apply_updates, plan_updates
+
+    policy = Policy(ModelConfig(hf_path=model, dtype="float32"), ModelSpec.from_hf(model), layout, rank=rank)
+    planned = plan_updates(_groups(), ONE_STEP, layout, dp_rank=policy.dp_rank)
+    before, ways = _weights(policy), []
+    for is_on_policy in (True, False):
+        policy.start_stage(ONE_STEP.optimizer, ScheduleConfig(), total_steps=4)
+        for param, value in zip(_live_weights(policy), before, strict=True):
+            param.copy_(value)
+        scored, _ = score_updates(policy, planned, _groups(), ONE_STEP, reference=None)
+        assert [update.is_on_policy for update in scored] == [True]
+        if not is_on_policy:
+            scored = [add_old_logprobs(policy, planned[0], temperature=0.8)]
+        done, steps, _ = apply_updates(policy, scored, ONE_STEP, EntropyState.start(None, {}))
+        old = [batch.rl.old_logprobs for batch in done[0].batches if batch.rl is not None]
+        assert not done[0].is_on_policy and any(one.any() for one in old)
+        ways.append((old, steps, _weights(policy)))
+    for one, other in zip(ways[0][0] + ways[0][2], ways[1][0] + ways[1][2], strict=True):
+        assert torch.equal(one, other)
+    assert ways[0][1] == ways[1][1]
+    assert not all(torch.equal(a, b) for a, b in zip(before, ways[0][2], strict=True))
 
 
 def _of_layout(layout: ParallelLayout, rank: int, model: str, other: str, place: str) -> dict[str, Any]:
@@ -95,6 +130,7 @@ def _of_layout(layout: ParallelLayout, rank: int, model: str, other: str, place:
     from megatron_rl.train.scoring import score_updates
     from megatron_rl.train.updates import apply_updates, plan_updates
 
+    _check_one_step(layout, rank, model)
     policy = Policy(ModelConfig(hf_path=model, dtype="float32"), ModelSpec.from_hf(model), layout, rank=rank)
     policy.start_stage(IN_LOSS.optimizer, ScheduleConfig(), total_steps=4)
     before = _weights(policy)
@@ -117,7 +153,7 @@ def _of_layout(layout: ParallelLayout, rank: int, model: str, other: str, place:
                 ]
     planned = plan_updates(groups, IN_LOSS, layout, dp_rank=policy.dp_rank)
     updates, _ = score_updates(policy, planned, groups, IN_LOSS, reference=reference)
-    steps, entropy = apply_updates(
+    updates, steps, entropy = apply_updates(
         policy, updates, IN_LOSS, EntropyState.start(IN_LOSS.algorithm.entropy, {})
     )
     found["steps"] = [merge(step) for step in steps]
@@ -165,7 +201,11 @@ def _holds(reference: Any, policy: Any, weights: list[Any]) -> bool:
 
 
 def _weights(policy: Any) -> list[Any]:
-    return [param.detach().clone() for params in policy.named_params() for param in params.values()]
+    return [param.detach().clone() for param in _live_weights(policy)]
+
+
+def _live_weights(policy: Any) -> list[Any]:
+    return [param for params in policy.named_params() for param in params.values()]
 
 
 @pytest.mark.timeout(240)
