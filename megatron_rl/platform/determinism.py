@@ -39,4 +39,7 @@ def make_deterministic(environment: MutableMapping[str, str]) -> None:
     else:
         # the same but for torch's compiler, which is then loaded to be told of it, and which nothing here calls
         torch.set_deterministic_debug_mode("error")
+    # torch would write NaN into all memory that is not written yet: 4 % of a training step on a CPU, for a mistake that
+    # two runs of a test that compare bits show as well
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
