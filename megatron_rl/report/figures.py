@@ -262,7 +262,7 @@ def step_layout(
             "title": {"text": unit},
             # 12k tokens, but no micro-nats
             "exponentformat": "SI" if "tokens" in unit else "e",
-            **({"tickformat": ".3~%", "rangemode": "tozero"} if is_share else {}),
+            **({"tickformat": ".3~%", "rangemode": "nonnegative"} if is_share else {}),
             **({"type": "log", "exponentformat": "power", "nticks": 6} if is_log else {}),
         },
         "shapes": shapes,

@@ -65,19 +65,22 @@ def _means(sources: Sequence[Source], names: Sequence[str]) -> Card:
     traces = [
         {
             "type": "bar",
-            "x": labels,
-            "y": [_mean(source, name) for source in sources],
+            "orientation": "h",
+            "y": labels,
+            "x": [_mean(source, name) for source in sources],
             "marker": {"color": colour(index)},
             "name": _label(name),
-            "hovertemplate": "%{y:.3~g} s",
+            "hovertemplate": "%{x:.3~g} s",
         }
         for index, name in enumerate(names)
     ]
     layout = {
         "barmode": "stack",
-        "bargap": 0.5,
-        "xaxis": {"type": "category"},
-        "yaxis": {"title": {"text": "seconds per step"}},
+        "bargap": 0.4,
+        "hovermode": "y unified",
+        "xaxis": {"title": {"text": "seconds per step"}},
+        # the first run on top; names are as long as they are
+        "yaxis": {"title": {"text": "run"}, "type": "category", "autorange": "reversed", "automargin": True},
     }
     note = "mean over RL iterations, over SFT steps for a run without any"
     return Card(title="Time per phase", note=note, figure={"data": traces, "layout": layout})
