@@ -3,8 +3,8 @@
 # launch/slurm.sbatch calls it in a job; inside `salloc` it works as well. Each node gets one task, there torchrun.
 #   --engine-nodes N    separate: the last N nodes generate, the others train. 0, the default, is colocated: every
 #                       node does both, on the same GPUs
-#   --container IMAGE   pyxis/enroot image to run in (default: the .venv here); it sees this directory
-#   --mounts A:B,...    what else it sees, such as models and data
+#   --container IMAGE   pyxis/enroot image whose python3 has our requirements (default: the .venv here)
+#   --mounts A:B,...    what it sees beside this directory, such as models and data
 #   --run-dir DIR       on a file system that all nodes share (default: runs/RECIPE-JOBID)
 #   --dry-run           print every command and start nothing, also without slurm: --nodes N then says how many (2)
 # Engine nodes run `megatron-rl engine`: every RL stage gets their names as engine.hosts, and as engine.secret_file a

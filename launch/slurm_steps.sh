@@ -9,8 +9,11 @@ step() {
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || srun+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
     # trainers and engines are two steps on the same GPUs
     [[ -z ${is_shared:=} ]] || srun+=(--overlap)
-    [[ -z ${image:=} ]] || srun+=(--container-image="$image" --container-workdir="$PWD"
-        --container-mounts="${root:?}:$root,$PWD:$PWD${mounts:+,$mounts}")
+    if [[ -n ${image:=} ]]; then
+        local seen=$PWD:$PWD
+        [[ $PWD == "${root:?}" ]] || seen+=,$root:$root
+        srun+=(--container-image="$image" --container-workdir="$PWD" --container-mounts="$seen${mounts:+,$mounts}")
+    fi
 }
 
 # wait_for_engines NUMBER: until so many hosts listen

@@ -44,6 +44,7 @@ touch started
 [[ -e broken ]] && exit 1
 while [[ ! -e $run_dir/stop ]]; do sleep 0.02; done
 while [[ -e deaf ]]; do sleep 0.02; done
+[[ -e slow ]] && exit 1
 echo '{}' >"$run_dir/stopped.json"
 exit 1
 """
@@ -212,11 +213,14 @@ def test_bad_arguments_of_torchrun_are_named_before_anything_starts(place, argum
     assert not (place / "runs").exists()
 
 
-def test_a_slurm_job_that_was_warned_stops_and_requeues_itself(place):
+@pytest.mark.parametrize("code", [75, 1], ids=["after its step", "with its step given up"])
+def test_a_slurm_job_that_was_warned_stops_and_requeues_itself(place, code):
+    if code == 1:
+        (place / "slow").touch()
     process = start(place, str(ROOT / "launch" / "slurm.sbatch"), "r.yaml", nodes="n1")
     process.send_signal(signal.SIGUSR1)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 75, err
+    assert process.returncode == code, err
     assert (place / "scontrol.log").read_text().splitlines()[-1] == "requeue 7"
 
 
@@ -329,7 +333,7 @@ def test_a_container_is_given_to_both_steps_with_what_it_has_to_see(place):
     assert len(steps) == 2
     for words in steps:
         assert "--container-image=reg#img:1" in words
-        assert f"--container-mounts={place}:{place},{place}:{place},/data:/data" in words
+        assert f"--container-mounts={place}:{place},/data:/data" in words
     assert "export MEGATRON_RL_PYTHON=python3" in done.stdout.splitlines()
 
 
