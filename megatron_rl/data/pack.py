@@ -24,7 +24,7 @@ _FILLER_ID = 0
 def pack(
     samples: Sequence[TrainSample], *, tokens_per_microbatch: int, pad_multiple: int = 1
 ) -> list[PackedBatch]:
-    """Pack all `samples` into as few micro-batches as first-fit-decreasing finds; deterministic.
+    """Pack all `samples` into as few micro-batches as best-fit-decreasing finds; deterministic.
 
     No micro-batch exceeds `tokens_per_microbatch` positions, padding to `pad_multiple` included. Raises
     DataError for a sample that cannot fit one, or has fewer than two tokens.

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -134,9 +134,12 @@ class Profile:
             self._engine = self._engine_since = None
 
     def _begin_engine(self) -> None:
-        if self._engine is not None:
+        if self._engine is None:
+            return
+        # one that is lost is found and replaced by whoever needs it next: a picture is no reason to end a run
+        with suppress(EngineError):
             self._engine.begin_spans()
-            self._engine_since = time.monotonic_ns()
+        self._engine_since = time.monotonic_ns()
 
     def _end_engine(self) -> None:
         since, self._engine_since = self._engine_since, None
@@ -146,8 +149,7 @@ class Profile:
         try:
             found = self._engine.fetch_spans()
         except EngineError:
-            # lost: whoever needs it next says so; a picture is no reason to end a run
-            return
+            return  # lost, see above
         known = {lane.number: lane for lane in self._engine_lanes}
         for lane in found:
             before = known.get(lane.replica)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.errors import LostEngineError
 from megatron_rl.parallel.clocks import offset_of
 from megatron_rl.platform.spans import Span, Spans
 from megatron_rl.recipe.schema import ProfileConfig
@@ -255,6 +256,21 @@ def test_an_engine_that_comes_and_goes_inside_the_window_has_one_lane(tmp_path):
     lanes = read_trace(tmp_path / "profile" / "trace.json.gz")
     assert [event.name for event in lanes["engine replica 3"]].count("generate") == 2
     assert len(lanes) == 2
+
+
+def test_a_lost_engine_has_no_lane_and_ends_nothing(tmp_path):
+    class Lost:
+        def begin_spans(self) -> None:
+            raise LostEngineError("engine replica 0: lost")
+
+        def fetch_spans(self) -> list[Any]:
+            raise LostEngineError("engine replica 0: lost")
+
+    spans = Spans()
+    profile = _profile(tmp_path, ProfileConfig(first_step=1, steps=1), spans)
+    with profile.engines(Lost()):
+        assert _run(profile, spans, range(1, 3)) == [1]
+    assert list(read_trace(tmp_path / "profile" / "trace.json.gz").values()) != []
 
 
 def test_operators_of_torch_are_written_besides_where_asked_for(tmp_path):
