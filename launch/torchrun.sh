@@ -54,5 +54,6 @@ trap ask_to_stop TERM USR1
 child=$!
 code=0
 wait_for_child || code=$?
+((code != 75)) || echo "stopped as asked to, see $run_dir/stopped.json; the same --run-dir goes on from there" >&2
 ((code == 0 || code == 75)) || echo "exit code $code; what each rank said: $run_dir/logs/rank_*.log" >&2
 exit "$code"
