@@ -15,7 +15,7 @@ from megatron_rl.estimate.timing import RlWork, StepTime, rl_step, sft_step, syn
 from megatron_rl.estimate.training import Trainer
 from megatron_rl.estimate.work import ModelWork, model_work
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.recipe.amounts import prompts_drawn
+from megatron_rl.recipe.amounts import has_old_logprob_pass, prompts_drawn
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.resolve import Resolved
 from megatron_rl.recipe.stages import EngineConfig, RlStage, SftStage, Stage
@@ -118,7 +118,7 @@ def rl_work(stage: RlStage, assumed: Assumed, *, transfer_s: float) -> RlWork:
         updates=stage.updates_per_rollout,
         prompt_tokens=prompt,
         lengths=sample_lengths(stage, assumed),
-        scorings=1 if kl is None else 2,
+        scorings=has_old_logprob_pass(stage, updates=stage.updates_per_rollout) + (kl is not None),
         reward_s=_reward_s(stage, answers),
         sync_s=transfer_s,
         overlap=stage.overlap != "none",

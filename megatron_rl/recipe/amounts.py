@@ -19,6 +19,19 @@ def most_prompts_drawn(stage: RlStage) -> int:
     return prompts_drawn(stage) * rounds
 
 
+def has_old_logprob_pass(stage: RlStage, *, updates: int) -> bool:
+    """Whether old log-probs take a forward pass of their own in an iteration of `updates` optimizer steps.
+
+    Not where they are the engine's. Nor where there is one step and nothing before it asks for them: no step came
+    before it, so its own pass is the old policy's.
+    """
+    algorithm = stage.algorithm
+    if algorithm.correction.old == "rollout":
+        return False
+    kl_in_reward = algorithm.kl is not None and algorithm.kl.where == "reward"
+    return updates > 1 or algorithm.correction.kind != "none" or kl_in_reward
+
+
 def iterations_before_promotion(rule: PromoteConfig) -> int:
     """Iterations of a window after which the rule is asked for the first time."""
     return max(rule.min_iterations, rule.window * (2 if rule.on == "reward_plateau" else 1))

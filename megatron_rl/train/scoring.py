@@ -25,16 +25,12 @@ from megatron_rl.data.pack import (
 from megatron_rl.data.types import PackedBatch, RolloutGroup
 from megatron_rl.parallel.collectives import all_gather_object
 from megatron_rl.recipe.algorithm import CorrectionConfig
+from megatron_rl.recipe.amounts import has_old_logprob_pass
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.train.metrics import merge
 from megatron_rl.train.policy import Policy
 from megatron_rl.train.reference import ReferencePolicy
-from megatron_rl.train.updates import (
-    Update,
-    add_old_logprobs,
-    group_advantages,
-    old_are_those_of_the_step,
-)
+from megatron_rl.train.updates import Update, add_old_logprobs, group_advantages
 
 
 def score_updates(
@@ -50,10 +46,10 @@ def score_updates(
     temperature = stage.sampling.temperature
     if algorithm.correction.old == "rollout":
         scored = [_with_rollout_as_old(update) for update in updates]
-    elif old_are_those_of_the_step(updates, stage):
-        scored = [replace(update, is_on_policy=True) for update in updates]
-    else:
+    elif has_old_logprob_pass(stage, updates=len(updates)):
         scored = [add_old_logprobs(policy, update, temperature=temperature) for update in updates]
+    else:
+        scored = [replace(update, is_on_policy=True) for update in updates]
     if reference is not None:
         scored = _add_ref_logprobs(reference, policy, scored, temperature=temperature)
     metrics: dict[str, float] = {}

@@ -105,18 +105,6 @@ def add_old_logprobs(policy: Policy, update: Update, *, temperature: float) -> U
     return _with_old(update, policy.logprobs(update.batches, temperature=temperature))
 
 
-def old_are_those_of_the_step(updates: Sequence[Update], stage: RlStage) -> bool:
-    """Whether the one step of an iteration can give the old log-probs itself: nothing before it asks for them.
-
-    No step came before it, so its own forward pass is the old policy's.
-    """
-    algorithm = stage.algorithm
-    needed_before = algorithm.correction.kind != "none" or (
-        algorithm.kl is not None and algorithm.kl.where == "reward"
-    )
-    return len(updates) == 1 and algorithm.correction.old == "trainer" and not needed_before
-
-
 def _with_old(update: Update, logprobs: Sequence[Tensor]) -> Update:
     batches = [with_old_logprobs(b, values.cpu()) for b, values in zip(update.batches, logprobs, strict=True)]
     return replace(update, batches=batches)

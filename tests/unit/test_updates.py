@@ -10,7 +10,9 @@ import pytest
 from megatron_rl.algo.metric import Metric
 from megatron_rl.data.types import RolloutGroup, Verdict
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.recipe.stages import OptimizerConfig, RlStage, SamplingConfig
+from megatron_rl.recipe.algorithm import CorrectionConfig, KlConfig
+from megatron_rl.recipe.amounts import has_old_logprob_pass
+from megatron_rl.recipe.stages import AlgorithmConfig, OptimizerConfig, RlStage, SamplingConfig
 from megatron_rl.train.batches import local_batches, rollout_samples, split_updates
 from megatron_rl.train.groups import Collected, informative_groups, outcome_metrics
 from megatron_rl.train.rl_metrics import iteration_counts, num_tokens, rollout_metrics
@@ -164,3 +166,26 @@ def test_a_skipped_update_is_counted_apart_from_those_that_were_taken() -> None:
     }
     assert counts == taken_and_dropped | {"skipped_steps": 1}
     assert "skipped_steps" not in iteration_counts(collected(groups, groups[:1]), [taken])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "updates", "has_pass"),
+    [
+        (AlgorithmConfig(), 1, False),
+        (AlgorithmConfig(), 2, True),
+        (AlgorithmConfig(kl=KlConfig(coefficient=0.1)), 1, False),
+        # what is made of old log-probs before the step needs them before it
+        (AlgorithmConfig(kl=KlConfig(coefficient=0.1, where="reward")), 1, True),
+        (AlgorithmConfig(correction=CorrectionConfig(kind="token_tis", high=2.0)), 1, True),
+        (AlgorithmConfig(correction=CorrectionConfig(old="rollout")), 2, False),
+    ],
+)
+def test_old_log_probs_take_a_pass_of_their_own_where_the_step_cannot_give_them(
+    algorithm: AlgorithmConfig, updates: int, has_pass: bool
+) -> None:
+    stage = RlStage(
+        kind="rl", prompts="p.jsonl", rewards={"math_answer": 1.0}, iterations=1, prompts_per_iteration=2,
+        group_size=2, updates_per_rollout=updates, tokens_per_microbatch=64,
+        sampling=SamplingConfig(max_response_tokens=8), optimizer=OptimizerConfig(lr=1e-3), algorithm=algorithm,
+    )  # fmt: skip
+    assert has_old_logprob_pass(stage, updates=updates) is has_pass
