@@ -271,12 +271,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--micro-batch",
         type=positive_int,
         default=32,
-        help="samples of one forward pass of the peer; must divide 256 and 32 (default: 32)",
+        help="rollouts of one forward pass of TRL; must divide 256 (default: 32)",
+    )
+    parser.add_argument(
+        "--sft-micro-batch",
+        type=positive_int,
+        default=1,
+        help="samples of one forward pass of the SFT peer; must divide 32; one needs no padding (default: 1)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args(argv)
-    if SFT_BATCH % args.micro_batch:
-        parser.error(f"--micro-batch: got {args.micro_batch}, must divide {SFT_BATCH}")
+    for option, part, whole in (
+        ("--micro-batch", args.micro_batch, PROMPTS * GROUP_SIZE),
+        ("--sft-micro-batch", args.sft_micro_batch, SFT_BATCH),
+    ):
+        if whole % part:
+            parser.error(f"{option}: got {part}, must divide {whole}")
     return args
 
 
@@ -294,7 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(about, flush=True)
             figures["machine"] = about
             for name in args.cases:
-                result = compare(bench, CASES[name], rounds=args.rounds, micro_batch=args.micro_batch)
+                micro_batch = args.sft_micro_batch if name == "sft" else args.micro_batch
+                result = compare(bench, CASES[name], rounds=args.rounds, micro_batch=micro_batch)
                 print(report(CASES[name], result), flush=True)
                 sides = {side: asdict(result[side]) for side in ("ours", "theirs")}
                 figures[name] = {**result, **sides}
