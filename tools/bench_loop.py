@@ -55,7 +55,7 @@ SFT_BATCH, SFT_MULTIPLES = 32, (1, 2, 4, 8)  # samples of a step
 MICRO_BATCH_TOKENS = 4096
 LETTERS = string.digits + string.ascii_lowercase
 TIMEOUT_S = 3600.0  # of one start of one side
-POLL_S = 0.02
+POLL_S = 0.05
 ENVIRONMENT = ("OMP_NUM_THREADS=1", "HF_HUB_OFFLINE=1", "TOKENIZERS_PARALLELISM=false")
 HINT = "`bench_loop.py --help` says how to make one"
 
