@@ -47,7 +47,7 @@ def run_engine(plan: ReshardPlan, model: Path, log: Path, pipe: Connection) -> N
             "hf_path": str(model), "dtype": "bfloat16", "tp": plan.target_tp, "seed": 0, "threads": 1,
             "max_model_len": 64, "max_positions": 64, "max_concurrent": 2, "kv_cache_gib": 1,
             "gpu_memory_fraction": 0.5,
-            "devices": None, "hf_overrides": {},
+            "devices": None, "hf_overrides": {}, "vllm": {}, "sleep": False,
         }
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ from megatron_rl.recipe.stages import (
     SftStage,
     Stage,
 )
+from megatron_rl.recipe.vllm_options import option_problems
 
 # names of `megatron_rl.rewards`, repeated here to check a recipe without torch; a test compares them
 TASK_REWARDS = ("math_answer", "code_tests")
@@ -173,6 +174,7 @@ def _sampling_problems(stage: RlStage, path: str) -> Iterator[Problem]:
 def _engine_problems(engine: EngineConfig, path: str) -> Iterator[Problem]:
     if engine.port > 65535:
         yield Problem(f"{path}.port", f"got {engine.port}, must be at most 65535; 0 takes any free one")
+    yield from option_problems(engine.vllm, f"{path}.vllm")
     yield from _host_problems(engine, path)
 
 

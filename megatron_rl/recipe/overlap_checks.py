@@ -20,6 +20,12 @@ def overlap_problems(stage: RlStage, path: str) -> Iterator[Problem]:
             "that are trained, and nothing accounts for it; set kind, such as token_tis, to weigh tokens by trainer "
             "over engine, or old: rollout, so that the surrogate's own ratio is to the policy that sampled",
         )
+    if stage.engine.sleep:
+        yield Problem(
+            f"{path}.engine.sleep",
+            f"got true with overlap {stage.overlap}, where engines generate while the trainer trains; set one of them "
+            "to its default",
+        )
     if stage.engine.transport == "shared":
         yield Problem(
             f"{path}.overlap",

@@ -95,6 +95,7 @@ def check_recipe(
     for i, stage in enumerate(recipe.stages):
         path = f"stages.{i}"
         problems += stage_problems(stage, path)
+        problems += _routing_problems(stage, path, recipe)
         reference = list(_reference_problems(stage, f"{path}.algorithm.kl.reference", spec))
         if planned and reference and not _has_reference(stage):
             absent += reference
@@ -196,6 +197,16 @@ def _reference_problems(stage: Stage, path: str, spec: ModelSpec | None) -> Iter
 def _has_reference(stage: Stage) -> bool:
     kl = stage.algorithm.kl if isinstance(stage, RlStage) else None
     return kl is not None and kl.reference is not None and Path(kl.reference).is_dir()
+
+
+def _routing_problems(stage: Stage, path: str, recipe: Recipe) -> Iterator[Problem]:
+    """Batches that depend on time, where somebody asked for the same bits every time."""
+    if isinstance(stage, RlStage) and stage.engine.routing == "least_loaded" and recipe.run.deterministic:
+        yield Problem(
+            f"{path}.engine.routing",
+            "got least_loaded with run.deterministic: true, but which requests an engine decodes together then "
+            "depends on time, and with it the last bits of log-probs; use even, or leave run.deterministic out",
+        )
 
 
 def _eval_name_problems(recipe: Recipe) -> Iterator[Problem]:

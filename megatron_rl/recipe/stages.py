@@ -27,6 +27,7 @@ from megatron_rl.recipe.types import (
     PositiveFloat,
     PositiveInt,
     Probability,
+    Scalar,
     Text,
 )
 
@@ -184,6 +185,9 @@ class EngineConfig:
     # GPU: share of all memory of each of its GPUs that an engine takes for weights and KV cache. Trainer ranks
     # live on the same GPUs, so leave them the rest: weights, gradients, optimizer state, activations
     gpu_memory_fraction: Probability = 0.85
+    # engines give the memory of weights and KV cache back after the rollouts of an iteration, and get it again for
+    # the next transfer: for GPUs that trainer ranks share. The trainer's own memory stays where it is
+    sleep: Bool = False
     start_timeout_s: PositiveFloat = 300.0
     # of one call with all its requests: an engine's share of an iteration, or of an evaluation set
     request_timeout_s: PositiveFloat = 600.0
@@ -192,6 +196,8 @@ class EngineConfig:
     restarts: NonNegativeInt = (
         3  # of lost engines in the stage, over all replicas; the next loss ends the run
     )
+    # arguments of vLLM by its own names, such as max_num_batched_tokens: 8192; those that another key sets are refused
+    vllm: dict[Key, Scalar] = field(default_factory=dict)
     parity_bound: PositiveFloat | None = None  # largest allowed log-prob gap; none: 3e-4 fp32, 0.2 bf16
 
 

@@ -11,6 +11,7 @@ from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.resolve import Resolved
 from megatron_rl.recipe.stages import RlStage, SftStage, Stage
 from megatron_rl.recipe.transfer import transfer_summary
+from megatron_rl.recipe.vllm_options import unchecked_notice
 from megatron_rl.reshard.plan_text import size_text, summary_rows
 from megatron_rl.rewards.sandbox.bubblewrap import find_bubblewrap
 
@@ -81,6 +82,7 @@ def summary_table(
             )
         rows += _reference(loaded, resolved, wanted)
         rows += _sandbox(wanted)
+        rows += _engine(wanted)
         rows.append(("  tokens in all", f"at most {stage.max_tokens_total:,}"))
         if (transfer := _transfer(loaded, resolved, i)) is not None:
             rows += [(f"  {what}", how_much) for what, how_much in summary_rows(transfer)]
@@ -153,6 +155,22 @@ def _sandbox(stage: Stage) -> list[tuple[str, str]]:
             f"at most {tests:,}; {worst_s:,.0f} s if every one ran into its {sandbox.wall_s:g} s",
         ),
     ]
+
+
+def _engine(stage: Stage) -> list[tuple[str, str]]:
+    """Where its replicas run, if there are several, and what could not be checked of them."""
+    if not isinstance(stage, RlStage):
+        return []
+    engine, rows = stage.engine, []
+    if engine.hosts:
+        by_host = [
+            f"{host}: {', '.join(map(str, range(i, engine.replicas, len(engine.hosts))))}"
+            for i, host in enumerate(engine.hosts)
+        ]
+        rows.append(("  engine replicas", "; ".join(by_host)))
+    if (notice := unchecked_notice(engine.vllm)) is not None:
+        rows.append(("  engine.vllm", notice))
+    return rows
 
 
 def _transfer(loaded: LoadedRecipe, resolved: Resolved, stage: int) -> dict[str, Any] | None:

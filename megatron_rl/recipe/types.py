@@ -5,9 +5,9 @@ Each description ends the sentence "got X, must be ..." of an error message.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 Int = Annotated[int, Field(strict=True, description="a whole number")]
 PositiveInt = Annotated[int, Field(strict=True, gt=0, description="a whole number of at least 1")]
@@ -48,3 +48,12 @@ Key = Annotated[
         description="letters, digits, '_' and '-', starting with a letter or digit",
     ),
 ]
+
+
+def _scalar(value: Any) -> Any:
+    if not isinstance(value, bool | int | float | str):
+        raise ValueError("no scalar")
+    return value
+
+
+Scalar = Annotated[Any, AfterValidator(_scalar), Field(description="a number, text, true or false")]

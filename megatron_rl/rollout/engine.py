@@ -81,6 +81,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache back, until the next transfer. Nothing may run; stale until then."""
+        ...
+
     def find_lost(self) -> dict[int, str]:
         """Replicas that died or no longer answer, and why. Waits until the others are done with what they do."""
         ...

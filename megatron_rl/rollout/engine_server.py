@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.rollout.sleep import Sleeper
 from megatron_rl.rollout.spans import EngineSpans
 from megatron_rl.rollout.stepper import Stepper
 from megatron_rl.rollout.wire import Message, WireClosed, recv_message, send_message
@@ -22,8 +23,9 @@ class EngineServer:
     """Answers one command at a time and goes on generating between them. `version` -1: the weights of the HF
     directory, where it has any."""
 
-    def __init__(self, llm: Any, *, has_weights: bool) -> None:
+    def __init__(self, llm: Any, *, has_weights: bool, has_sleep_mode: bool = False) -> None:
         self._llm = llm
+        self._sleeper = Sleeper(llm, has_sleep_mode=has_sleep_mode)
         self._stepper = Stepper(llm) if llm is not None else None
         self._version = -1
         self._stale = None if has_weights else "none were transferred yet, and the model directory holds none"
@@ -35,6 +37,7 @@ class EngineServer:
             "score": self._score,
             "spans": lambda message: self._spans.answer(message),
             "status": self._status,
+            "sleep": self._sleep,
             "init_transfer": self._init_transfer,
             "receive": self._receive,
             "commit": self._commit,
@@ -87,6 +90,7 @@ class EngineServer:
             raise EngineError(f"weights are stale ({self._stale}); send all weights again before generating")
         if self._version != expected:
             raise EngineError(f"weights are version {self._version}, the request expects {expected}")
+        self._sleeper.check_awake()
 
     def _check_idle(self, what: str) -> None:
         if self._is_busy():
@@ -126,6 +130,12 @@ class EngineServer:
             for of_prompt, ids in zip(rows, prompts, strict=True)
         ]
 
+    def _sleep(self, message: Message) -> None:
+        """Give memory back; the next transfer wakes. Stale from here on until its `commit`."""
+        self._check_idle("sleep")
+        self._stale = "the engine sleeps: its memory was given back after the last rollouts"
+        self._sleeper.sleep()
+
     def _init_transfer(self, message: Message) -> None:
         self._llm.init_weight_transfer_engine({"init_info": message["init_info"]})
         self._raise_worker_errors()
@@ -135,14 +145,17 @@ class EngineServer:
         self._check_idle("weight transfer")
         version = message["weight_version"]
         self._stale = f"update to version {version} did not finish"
+        self._sleeper.wake_weights()
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {"version": version}})
         self._llm.finish_weight_update()
         self._raise_worker_errors()
+        self._sleeper.check_arrived()
 
     def _commit(self, message: Message) -> None:
         """What was received is complete on every engine: nothing of the old weights may stay, then generate."""
         version = message["weight_version"]
+        self._sleeper.wake_kv_cache()
         self._forget_prefixes()
         self._llm.update_weight_version(str(version))
         self._version, self._stale = version, None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from megatron_rl.data.types import Completion
-from megatron_rl.errors import EngineError, ReshardError
+from megatron_rl.errors import EngineError, LostEngineError, ReshardError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.reshard.plan import ReshardPlan
@@ -103,6 +103,8 @@ class VllmEngine:
             "max_concurrent": config.max_concurrent,
             "kv_cache_gib": config.kv_cache_gib,
             "gpu_memory_fraction": config.gpu_memory_fraction,
+            "vllm": dict(config.vllm),
+            "sleep": config.sleep,
             "heartbeat_timeout_s": config.heartbeat_timeout_s,
             "hf_overrides": {} if yarn is None else yarn.overrides(spec),
         }
@@ -216,6 +218,16 @@ class VllmEngine:
             weight_version=self._weight_version,
         )
         return scores
+
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`. A replica that is lost is left to that transfer."""
+        self._dispatcher.check_idle("sleep")
+
+        def sleep(replica: Replica) -> None:
+            with suppress(LostEngineError):
+                replica.ask("sleep", timeout_s=self._config.request_timeout_s)
+
+        self._all(sleep)
 
     def find_lost(self) -> dict[int, str]:
         """Replicas that died or no longer answer, and why. Waits until the others are done with what they do."""

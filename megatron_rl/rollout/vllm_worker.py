@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_rl.errors import EngineError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.platform.parent import wake_with_parent
 from megatron_rl.rollout.devices import visible_devices
@@ -63,7 +64,9 @@ def main() -> int:
     try:
         start = recv_message(sock)
         began = time.monotonic()
-        server = EngineServer(build_llm(start), has_weights=_has_weights(start))
+        server = EngineServer(
+            build_llm(start), has_weights=_has_weights(start), has_sleep_mode=start["devices"] is not None
+        )
         print(f"--- ready in {time.monotonic() - began:.1f} s with {_versions()}", flush=True)
         send_message(sock, {"result": None})
         server.serve(sock)
@@ -152,6 +155,12 @@ def _load_llm(start: Message) -> Any:
     gc.freeze()  # vLLM collects garbage several times while it starts; what was imported is none
 
     register()
+    arguments = _of_device(start) | start["vllm"]
+    if start["devices"] is None and arguments["enable_chunked_prefill"]:
+        raise EngineError(
+            "engine.vllm.enable_chunked_prefill: got true, but on CPU a prompt that is split over steps ends a seeded "
+            "request, whose generators cannot be turned back; remove it"
+        )
     return LLM(
         model=start["hf_path"],
         # an imported checkpoint has config and tokenizer alone for its HF directory
@@ -168,20 +177,24 @@ def _load_llm(start: Message) -> Any:
         max_logprobs=-1,  # scoring at a temperature needs the whole row
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        **_of_device(start),
+        **arguments,
     )
 
 
 def _of_device(start: Message) -> dict[str, Any]:
     if start["devices"] is not None:
-        return {"gpu_memory_utilization": start["gpu_memory_fraction"]}
+        return {
+            "gpu_memory_utilization": start["gpu_memory_fraction"],
+            # memory that can be given back has an allocator of its own
+            "enable_sleep_mode": start["sleep"],
+        }
     import torch
 
     return {
         "distributed_executor_backend": _forking_executor() if start["tp"] > 1 else None,
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
-        # a prompt that is split over steps ends a seeded request on CPU, whose generators cannot be turned back
+        # see `_load_llm`
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_STEP_TOKENS, start["max_model_len"]),
         "kv_cache_memory_bytes": kv_cache_bytes(

@@ -6,7 +6,7 @@ The driving rank (0) owns engines, graders and prompts; the other ranks take par
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -65,6 +65,8 @@ class RlSession:
         if self._data is not None and progress.sampler:
             self._data.sampler.load_state_dict(progress.sampler)
         self._source: RolloutSource | None = None
+        self._is_asleep = False
+        self._sleep: Callable[[], None] = lambda: None  # of the engine, on the driving rank
 
     @property
     def progress(self) -> Progress:
@@ -118,7 +120,7 @@ class RlSession:
             )
             opening.callback(engine.close)
             opening.enter_context(run.profile.engines(engine))
-            self._load_metrics = engine.load_metrics
+            self._load_metrics, self._sleep = engine.load_metrics, engine.sleep
             stops = stop_token_ids(run.tokenizer)
             # evaluation asks what is correct, training what it is worth
             self._eval_collector = Collector(engine, grader, run.tokenizer, stop_token_ids=stops)
@@ -181,13 +183,13 @@ class RlSession:
         Raises ReshardError on every rank, with a diagnosis, when trainer and engine do not agree.
         """
         version = self._run.policy.optimizer.num_steps
-        if version == self._weight_version and not anew:
+        if version == self._weight_version and not anew and not self._is_asleep:
             return {}  # no group of the iteration taught anything
         self._run.phases.enter("sync")
         transfer, verdict = self._engines.update(version)
         self._run.reporter.transfer(progress, transfer, verdict)
         verdict.check()
-        self._weight_version = version
+        self._weight_version, self._is_asleep = version, False
         return {
             "sync/bytes": float(transfer.bytes),
             "sync/transfer_s": transfer.seconds,
@@ -262,7 +264,13 @@ class RlSession:
         place = Place(iteration=progress.step, planned=progress.step + progress.skipped)
         following = None if is_last else Place(iteration=place.iteration + 1, planned=place.planned + 1)
         assert self._source is not None
-        return self._source.take(place, following=following, meter=meter)
+        collected = self._source.take(place, following=following, meter=meter)
+        if self._stage.engine.sleep:
+            # on every rank, so that all know of the transfer that has to follow
+            self._is_asleep = True
+            with meter.span("sleep"):
+                self._sleep()
+        return collected
 
     def settle(self, progress: Progress, meter: Meter) -> dict[str, float]:
         """Wait until no engine works, so that weights may move. Collective.

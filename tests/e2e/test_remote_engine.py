@@ -137,7 +137,7 @@ def options(beginner: Path) -> list[str]:
 def remote_run(host: Host, place: Path, options: list[str]) -> Path:
     """Directory of a run of one process with an engine on another host."""
     run_dir = place / "runs" / "remote"
-    done = train(place, run_dir, *options, f"stages.1.engine.hosts=[{host.at}]")
+    done = train(place, run_dir, *options, f"stages.1.engine.hosts=[{host.at}]", "stages.1.engine.sleep=true")
     assert done.returncode == 0, done.stderr[-3000:]
     return run_dir
 

@@ -15,6 +15,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,31 @@ def test_what_the_trainer_does_after_a_push_does_not_reach_the_engine(engine, mo
         assert max_gap(hf_logprobs(models[1], LONG_PROMPT), replica[0]) < BOUND
 
 
+def test_an_engine_that_slept_gives_its_memory_back_and_draws_what_it_would_have(engine, push):
+    push.sync.disconnect()
+    push(7, 1)
+    requests = [request([*LONG_PROMPT, i], i) for i in range(12)]
+    wanted, scores = engine.generate(requests), engine.score_all([LONG_PROMPT])
+    awake = [resident(pid) for pid in engine.pids]
+    engine.sleep()
+    # 193 blocks of KV cache are 3 MiB here
+    assert all(before - resident(pid) > 1.5 * 2**20 for before, pid in zip(awake, engine.pids, strict=True))
+    with pytest.raises(EngineError, match=r"weights are stale \(the engine sleeps: its memory was given back"):
+        engine.generate(requests)
+    # what fails halfway leaves it neither awake nor asleep; then nothing of it is used either
+    push.sync.disconnect()
+    with pytest.raises(ReshardError, match="does not exist"):
+        push(8, 2, without="decoder.layers.1.mlp.linear_fc2.weight")
+    assert_stale_until_full_push(engine, None, push, 9)
+    assert engine.generate(requests) == [replace(one, weight_version=9) for one in wanted]
+    assert engine.score_all([LONG_PROMPT]) == scores
+
+
+def resident(pid):
+    """Bytes of memory that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @contextmanager
 def answers_changed(engine, change):
     """What replica 0 says is changed on its way to us, message by message."""
@@ -289,7 +315,7 @@ def assert_stale_until_full_push(engine, models, push, version):
     with pytest.raises(EngineError, match=r"engine replica 0 .* stale"):
         engine.generate([request([1, 2], 0)])
     push(version, 1)
-    for completion in engine.generate([request(LONG_PROMPT, 5)] * 2):
+    for completion in engine.generate([request(LONG_PROMPT, 5)] * 2) if models else ():
         assert gap_to_hf(models[1], LONG_PROMPT, completion) < BOUND
 
 

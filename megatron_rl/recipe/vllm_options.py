@@ -1,0 +1,133 @@
+"""`engine.vllm`: which options vLLM has, read from the source that is installed, and which of them are not the
+recipe's to set there. Never imports vLLM, which takes a minute."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.recipe.problems import Problem, did_you_mean, show
+
+_ROLLOUTS = "rollouts are sampled one way alone, which training relies on; remove it"
+_MODEL = "set model.hf_path"
+_LENGTH = "set sampling.max_prompt_tokens and sampling.max_response_tokens"
+_PARALLEL = "an engine is split by engine.tp alone; set that, and engine.replicas for more of them"
+_WEIGHTS = "weights come from the trainer, in model.dtype; remove it"
+
+# what our engines set themselves, or what would not hold with them: what to do instead
+OWNED: Mapping[str, str] = {
+    "model": _MODEL,
+    "model_weights": _MODEL,
+    "hf_config_path": _MODEL,
+    "revision": _MODEL,
+    "tokenizer": "prompts arrive as tokens of the tokenizer in model.hf_path; remove it",
+    "tokenizer_mode": "prompts arrive as tokens of the tokenizer in model.hf_path; remove it",
+    "skip_tokenizer_init": "prompts arrive as tokens of the tokenizer in model.hf_path; remove it",
+    "dtype": "set model.dtype",
+    "seed": "set run.seed",
+    "max_model_len": _LENGTH,
+    "max_num_seqs": "set engine.max_concurrent",
+    "gpu_memory_utilization": "set engine.gpu_memory_fraction",
+    "kv_cache_memory_bytes": "set engine.kv_cache_gib, or engine.gpu_memory_fraction on GPUs",
+    "tensor_parallel_size": "set engine.tp",
+    "pipeline_parallel_size": _PARALLEL,
+    "prefill_context_parallel_size": _PARALLEL,
+    "decode_context_parallel_size": _PARALLEL,
+    "data_parallel_size": _PARALLEL,
+    "enable_expert_parallel": _PARALLEL,
+    "enable_eplb": _PARALLEL,
+    "nnodes": "set engine.hosts",
+    "node_rank": "set engine.hosts",
+    "device_ids": "each replica gets the next engine.tp of the GPUs in CUDA_VISIBLE_DEVICES; remove it",
+    "distributed_executor_backend": "set engine.hosts for other machines; workers of one are processes",
+    "worker_cls": _WEIGHTS,
+    "worker_extension_cls": _WEIGHTS,
+    "scheduler_cls": _ROLLOUTS,
+    "load_format": _WEIGHTS,
+    "weight_transfer_config": _WEIGHTS,
+    "quantization": _WEIGHTS,
+    "quantization_config": _WEIGHTS,
+    "enable_lora": _WEIGHTS,
+    "hf_overrides": "set model.max_positions for more positions; the rest is config.json's",
+    "enable_sleep_mode": "set engine.sleep",
+    "sleep_preserve_parameter_names": "every parameter arrives with the next transfer; remove it",
+    "logprobs_mode": _ROLLOUTS,
+    "max_logprobs": _ROLLOUTS,
+    "generation_config": "set sampling; generation_config.json is not read",
+    "override_generation_config": "set sampling; generation_config.json is not read",
+    "logits_processors": _ROLLOUTS,
+    "speculative_config": _ROLLOUTS,
+    "spec_method": _ROLLOUTS,
+    "spec_model": _ROLLOUTS,
+    "spec_tokens": _ROLLOUTS,
+    "watermark_config": _ROLLOUTS,
+    "stream_interval": "completions are taken whole; remove it",
+    "disable_log_stats": "metrics are the trainer's; see metrics.jsonl, or remove it",
+}
+
+_SCALARS = {"bool": bool, "int": int, "float": float, "str": str}
+
+
+def vllm_options() -> Mapping[str, frozenset[type] | None] | None:
+    """Name of each argument of the installed vLLM, with the types that its value may have: None where only vLLM
+    itself can tell. None without vLLM, or with one that keeps its arguments elsewhere."""
+    spec = find_spec("vllm")
+    places = spec.submodule_search_locations if spec is not None else None
+    return _read(Path(places[0]) / "engine" / "arg_utils.py") if places else None
+
+
+def option_problems(options: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    """What is wrong with `engine.vllm`, at dotted path `path`."""
+    known = vllm_options() if options else None
+    for name, value in options.items():
+        place = f"{path}.{name}"
+        if name in OWNED:
+            yield Problem(place, f"is not set here: {OWNED[name]}")
+        elif known is None:
+            continue
+        elif name not in known:
+            free = [each for each in known if each not in OWNED]
+            yield Problem(place, f"the installed vLLM has no such argument{did_you_mean(name, free)}")
+        elif (types := known[name]) is not None and not _fits(value, types):
+            words = " or ".join(sorted(each for each, kind in _SCALARS.items() if kind in types))
+            yield Problem(place, f"got {show(value)}, vLLM takes {words}")
+
+
+def unchecked_notice(options: Mapping[str, Any]) -> str | None:
+    """What could not be looked at on this machine; None where everything was."""
+    if not options or vllm_options() is not None:
+        return None
+    return f"{', '.join(options)}: not checked, vLLM is not installed here"
+
+
+@lru_cache
+def _read(source: Path) -> Mapping[str, frozenset[type] | None] | None:
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            return {
+                each.target.id: _types(ast.unparse(each.annotation))
+                for each in fields
+                if isinstance(each.target, ast.Name)
+            }
+    return None
+
+
+def _types(annotation: str) -> frozenset[type] | None:
+    words = [word for word in annotation.split(" | ") if word != "None"]
+    if not words or any(word not in _SCALARS for word in words):
+        return None
+    return frozenset(_SCALARS[word] for word in words)
+
+
+def _fits(value: Any, types: frozenset[type]) -> bool:
+    # true is an int to Python, not to a reader; a whole number is a float to both
+    return type(value) in types or (type(value) is int and float in types)
