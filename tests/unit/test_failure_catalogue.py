@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.reshard.diagnosis import Fault
-from tests.helpers.source import ROOT, project_modules
+from tests.helpers.source import ROOT
 
 BRIDGE = ROOT / "megatron_rl" / "reshard" / "README.md"
 TRAINING = ROOT / "megatron_rl" / "train" / "README.md"
@@ -47,17 +47,3 @@ def test_every_test_that_the_readme_names_exists(readme):
 def test_the_readme_explains_every_diagnosis():
     text = BRIDGE.read_text()
     assert [fault.value for fault in Fault if f"| `{fault.value}` |" not in text] == []
-
-
-def test_engines_are_never_put_to_sleep():
-    """Sleeping discards weights and buffers; nothing of ours asks vLLM for it."""
-    asked = [
-        module.where(node)
-        for module in project_modules()
-        if module.name.startswith("megatron_rl.rollout")
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Attribute)
-        and node.attr in ("sleep", "wake_up")
-        and not (isinstance(node.value, ast.Name) and node.value.id == "time")
-    ]
-    assert asked == []
