@@ -48,7 +48,14 @@ class Completion:
     token_ids: Sequence[int]  # R tokens, the end token included when the engine emitted it
     logprobs: Sequence[float]  # R natural-log probabilities
     finish: Finish
-    weight_version: int
+    weight_version: int  # of the weights that sampled its tokens; where several did, the oldest
+    # (tokens, weight version) of consecutive tokens, where several versions sampled them; empty: weight_version did
+    version_runs: Sequence[tuple[int, int]] = ()
+
+    @property
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """(tokens, weight version) of consecutive tokens, all of them."""
+        return self.version_runs or ((len(self.token_ids), self.weight_version),)
 
 
 class Verdict(enum.Enum):

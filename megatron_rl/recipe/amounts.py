@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.recipe.batch import PromoteConfig
+from megatron_rl.recipe.batch import PARTIAL_STALENESS, PromoteConfig
 from megatron_rl.recipe.stages import RlStage
 
 
@@ -30,6 +30,14 @@ def has_old_logprob_pass(stage: RlStage, *, updates: int) -> bool:
         return False
     kl_in_reward = algorithm.kl is not None and algorithm.kl.where == "reward"
     return updates > 1 or algorithm.correction.kind != "none" or kl_in_reward
+
+
+def max_staleness(stage: RlStage) -> int:
+    """Transfers that the oldest token may be behind as it is trained on: 0 without overlap, else 1, more if partial."""
+    if stage.overlap != "partial":
+        return int(stage.overlap == "one_step")
+    configured = stage.stragglers.max_staleness if stage.stragglers is not None else None
+    return PARTIAL_STALENESS if configured is None else configured
 
 
 def iterations_before_promotion(rule: PromoteConfig) -> int:

@@ -11,6 +11,7 @@ from typing import Literal
 from megatron_rl.recipe.types import Float, PositiveInt, Share
 
 MAX_ROUNDS, BUFFER_TOKENS = 10, 4096  # DAPO's, where a recipe does not say
+PARTIAL_STALENESS = 2  # transfers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,20 @@ class OverlongConfig:
 
     kind: Literal["penalty", "filter"]
     buffer_tokens: PositiveInt = BUFFER_TOKENS  # penalty: tokens before the limit over which it falls
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StragglersConfig:
+    """An iteration does not wait for its longest responses: a round ends once `groups` of its groups are whole.
+
+    The others are dropped and counted or, with `overlap: partial`, gone on with in the next round, by the weights of
+    then and with the tokens they have. Groups are trained on whole. Which are late depends on the clock, so that such a
+    run does not repeat itself bit for bit.
+    """
+
+    groups: Share  # of the groups of a round; below 1
+    # partial: groups with tokens older than so many transfers, when they are trained on, are dropped; null: 2
+    max_staleness: PositiveInt | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from megatron_rl.recipe.stages import RlStage
 
 def overlap_problems(stage: RlStage, path: str) -> Iterator[Problem]:
     """Every contradiction; `path` is the dotted path of the stage."""
+    yield from _straggler_problems(stage, path)
     if stage.overlap == "none":
         return
     correction = stage.algorithm.correction
@@ -32,4 +33,33 @@ def overlap_problems(stage: RlStage, path: str) -> Iterator[Problem]:
             f"got {stage.overlap}, but engine.transport shared is for an engine on the trainer's own device, where one "
             "of them has to stop for the other; set transport to auto with engines on devices of their own, or overlap "
             "to none",
+        )
+
+
+def _straggler_problems(stage: RlStage, path: str) -> Iterator[Problem]:
+    config = stage.stragglers
+    if config is None:
+        if stage.overlap == "partial":
+            yield Problem(
+                f"{path}.stragglers",
+                "is null, but overlap partial goes on with the groups that it leaves; set it, such as {groups: 0.9}, "
+                "or overlap to one_step",
+            )
+        return
+    if not 0 < config.groups < 1:
+        yield Problem(
+            f"{path}.stragglers.groups",
+            f"got {config.groups:g}, must be above 0 and below 1; to wait for all groups set stragglers to null",
+        )
+    if config.max_staleness is not None and stage.overlap != "partial":
+        yield Problem(
+            f"{path}.stragglers.max_staleness",
+            f"got {config.max_staleness}, which overlap {stage.overlap} does not use: it drops what is late; remove it "
+            "or set overlap to partial",
+        )
+    elif config.max_staleness == 1:
+        yield Problem(
+            f"{path}.stragglers.max_staleness",
+            "got 1, but what goes on in the next iteration is 2 transfers old when it is trained on; raise it, or set "
+            "overlap to one_step",
         )

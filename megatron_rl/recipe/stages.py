@@ -13,7 +13,13 @@ from megatron_rl.recipe.algorithm import (
     KlConfig,
     SurrogateName,
 )
-from megatron_rl.recipe.batch import DynamicSamplingConfig, OverlongConfig, PromoteConfig, RescoreConfig
+from megatron_rl.recipe.batch import (
+    DynamicSamplingConfig,
+    OverlongConfig,
+    PromoteConfig,
+    RescoreConfig,
+    StragglersConfig,
+)
 from megatron_rl.recipe.dataset import ConversationConfig, DatasetConfig
 from megatron_rl.recipe.sandbox import SandboxConfig
 from megatron_rl.recipe.types import (
@@ -243,8 +249,10 @@ class RlStage:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)  # of the reward code_tests
     engine: EngineConfig = field(default_factory=EngineConfig)
     # none: generate, then train. one_step: while the trainer trains on the rollouts of an iteration, the engines make
-    # those of the next, with the weights transferred last; for engines on devices of their own, with a correction
-    overlap: Literal["none", "one_step"] = "none"
+    # those of the next, with the weights transferred last; for engines on devices of their own, with a correction.
+    # partial: the same, and what `stragglers` does not wait for goes on in the next iteration
+    overlap: Literal["none", "one_step", "partial"] = "none"
+    stragglers: StragglersConfig | None = None
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     eval: EvalConfig | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from megatron_rl.data.tokenizer import Tokenizer
@@ -12,6 +13,7 @@ from megatron_rl.data.types import Completion, Prompt, RewardResult, Rollout, Ro
 from megatron_rl.errors import TrainingError
 from megatron_rl.rewards.protocol import RewardInput
 from megatron_rl.rollout.engine import GenerateRequest, RolloutEngine
+from megatron_rl.rollout.open_groups import OpenGroup, go_on
 
 Span = Callable[[str], AbstractContextManager[None]]
 
@@ -71,6 +73,37 @@ class Collector:
         with span("generate"):
             completions = self._engine.generate(requests)
             _check_versions(completions, expected=weight_version)
+        return self._graded(prompts, token_ids, completions, draw, span)
+
+    def collect_first(
+        self, groups: Sequence[OpenGroup], draw: Draw, *, needed: int, weight_version: int, span: Span
+    ) -> tuple[list[RolloutGroup], list[OpenGroup]]:
+        """The graded groups that are whole once `needed` of them are, in order, and what the others have by then.
+
+        `draw` seeds what is sampled now, also behind tokens that are there. For the rest see `collect`.
+        """
+
+        def request(group: OpenGroup, index: int) -> GenerateRequest:
+            return self._request(group.prompt, group.prompt_token_ids, index, draw)
+
+        with span("generate"):
+            check = partial(_check_versions, expected=weight_version)
+            after = go_on(self._engine, groups, request, needed=needed, check=check)
+        whole = [group for group in after if not group.unfinished]
+        completions = [part for group in whole for part in group.parts if part is not None]
+        token_ids = {group.prompt.id: group.prompt_token_ids for group in whole}
+        graded = self._graded([group.prompt for group in whole], token_ids, completions, draw, span)
+        return graded, [group for group in after if group.unfinished]
+
+    def _graded(
+        self,
+        prompts: Sequence[Prompt],
+        token_ids: Mapping[str, Sequence[int]],
+        completions: Sequence[Completion],
+        draw: Draw,
+        span: Span,
+    ) -> list[RolloutGroup]:
+        """`completions` hold `draw.samples` for each prompt, in order."""
         with span("reward"):
             texts = [self._response_text(completion) for completion in completions]
             rewards = self._grader.grade(
@@ -89,7 +122,7 @@ class Collector:
         rollouts = [
             Rollout(
                 prompt=prompts[i // draw.samples],
-                prompt_token_ids=requests[i].prompt_token_ids,
+                prompt_token_ids=token_ids[prompts[i // draw.samples].id],
                 sample_index=i % draw.samples,
                 completion=completion,
                 text=texts[i],

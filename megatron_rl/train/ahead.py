@@ -19,8 +19,9 @@ from megatron_rl.errors import EngineError, LostEngineError, MegatronRLError, Re
 from megatron_rl.model.background import Background
 from megatron_rl.parallel.collectives import broadcast_outcome
 from megatron_rl.reshard.placement import Placement
-from megatron_rl.train.batch_work import BatchWork, Kept, Place, Rounds, with_staleness
+from megatron_rl.train.batch_work import BatchWork, Place, with_staleness
 from megatron_rl.train.groups import Collected
+from megatron_rl.train.kept_rollouts import Kept
 from megatron_rl.train.metrics import Meter
 
 T = TypeVar("T")
@@ -39,10 +40,6 @@ class Engines(Protocol):
     def ask(self, work: Callable[[], T] | None) -> T: ...
 
     def restart(self, error: LostEngineError | ReshardError) -> None: ...
-
-
-class NewWork(Protocol):
-    def __call__(self, place: Place, *, rounds: Rounds | None = None) -> BatchWork: ...
 
 
 def check_separate(placement: Placement) -> None:
@@ -68,16 +65,17 @@ class RolloutSource:
     def __init__(
         self,
         engines: Engines,
-        new_work: NewWork | None,
+        new_work: Callable[[Place, Kept | None], BatchWork] | None,
         *,
         is_ahead: bool,
         group: dist.ProcessGroup | None,
         kept: Kept | None = None,
     ) -> None:
-        """`new_work` on the driving rank alone; `kept` is the batch that a checkpoint had."""
+        """`new_work`, of what is kept or from the beginning, on the driving rank alone; `kept` is the batch that a
+        checkpoint had."""
         self._engines, self._new_work, self._is_ahead, self._group = engines, new_work, is_ahead, group
         self._next = None if kept is None else kept.place
-        self._work = new_work(kept.place, rounds=[*kept.rounds]) if kept and new_work else None
+        self._work = new_work(kept.place, kept) if kept and new_work else None
         self._thread: _Ahead | None = None
         self._is_running = False
 
@@ -94,7 +92,7 @@ class RolloutSource:
         dropped = 0
         if self._next != place:
             dropped = self._work.num_groups if self._work is not None else 0
-            self._work = self._new_work(place) if self._new_work is not None else None
+            self._work = self._new_work(place, None) if self._new_work is not None else None
         work, self._work, self._next = self._work, None, None
 
         def collect(work: BatchWork) -> Collected:
@@ -106,7 +104,7 @@ class RolloutSource:
         if self._is_ahead and following is not None:
             self._next, self._is_running = following, True
             if self._new_work is not None:
-                self._work = self._new_work(following)
+                self._work = self._new_work(following, None)
                 self._thread = _Ahead(self._work)
         return collected
 

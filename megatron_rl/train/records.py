@@ -300,6 +300,8 @@ def _rollout_line(rollout: Rollout) -> dict[str, Any]:
         "difficulty": rollout.prompt.difficulty,
         "num_tokens": len(rollout.completion.token_ids),
         "gold": _short(rollout.prompt.answer),
+        # tokens and weight version of each part, where several versions sampled it
+        **({"version_runs": rollout.completion.version_runs} if rollout.completion.version_runs else {}),
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_rl.data.chat import stop_token_ids
 from megatron_rl.data.seeds import derive_seed
-from megatron_rl.data.types import Prompt, RolloutGroup
+from megatron_rl.data.types import Prompt
 from megatron_rl.evaluation.in_training import eval_plan, evaluate_sets, longest_response
 from megatron_rl.evaluation.result import EvalResult
 from megatron_rl.model.checkpoint_files import CHECKPOINTS_DIR, read_extra
@@ -24,13 +24,14 @@ from megatron_rl.recipe.batch import RescoreConfig
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.rewards.combine import RewardModel
 from megatron_rl.rewards.mapping import MappedRewards, RewardMapping
-from megatron_rl.rollout.collect import Collector, Draw, Span
+from megatron_rl.rollout.collect import Collector, Draw
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
 from megatron_rl.train.ahead import RolloutSource, check_separate
-from megatron_rl.train.batch_work import BatchWork, Kept, Place, Rounds, rounds_from_bytes, rounds_to_bytes
+from megatron_rl.train.batch_work import BatchWork, Place
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.groups import Collected
+from megatron_rl.train.kept_rollouts import Kept, rollouts_from_bytes, rollouts_to_bytes
 from megatron_rl.train.live_engines import LiveEngines
 from megatron_rl.train.metrics import Meter
 from megatron_rl.train.parity import SAMPLED_TOKENS, ParityGate
@@ -45,6 +46,7 @@ from megatron_rl.train.rescore import (
     write_rescored,
 )
 from megatron_rl.train.rl_data import RlData, narrowed
+from megatron_rl.train.round_sampler import RoundSampler
 
 AHEAD_FILE = "rollouts_ahead.json"  # of a checkpoint, see RolloutSource
 
@@ -284,7 +286,9 @@ class RlSession:
     def rollouts_ahead(self) -> dict[str, bytes]:
         """For a checkpoint: the rollouts that the next iteration trains on, where they are there already."""
         work = self._source.ready if self._source is not None else None
-        return {} if work is None else {AHEAD_FILE: rounds_to_bytes(work, self._engines.versions)}
+        if work is None:
+            return {}
+        return {AHEAD_FILE: rollouts_to_bytes(work, self._engines.versions, self._sampler.open)}
 
     def _read_kept(self) -> Kept | None:
         """What `rollouts_ahead` gave the checkpoint that the stage is taken up from."""
@@ -293,31 +297,34 @@ class RlSession:
         if saved is None or data is None or content is None:
             return None
         prompts = {prompt.id: prompt for prompt in data.prompts.prompts}
-        return rounds_from_bytes(content, prompts, data.prompts.token_ids, where=saved.path / AHEAD_FILE)
+        return rollouts_from_bytes(content, prompts, data.prompts.token_ids, where=saved.path / AHEAD_FILE)
 
     def _open_source(self, kept: Kept | None) -> RolloutSource:
+        if self._data is not None:
+            self._sampler = RoundSampler(
+                self._collector,
+                self._stage,
+                self._data.prompts.token_ids,
+                draw=partial(self._draw, self._stage.group_size),
+                versions=lambda: self._engines.versions,
+                open_groups=() if kept is None else kept.open_groups,
+            )
         return RolloutSource(
             self._engines,
             self._new_work if self._data is not None else None,
-            is_ahead=self._stage.overlap == "one_step",
+            is_ahead=self._stage.overlap != "none",
             group=self._run.driver_group,
             kept=kept,
         )
 
-    def _new_work(self, place: Place, *, rounds: Rounds | None = None) -> BatchWork:
+    def _new_work(self, place: Place, kept: Kept | None) -> BatchWork:
         assert self._data is not None
-        return BatchWork(place, self._stage, self._data, self._sample, rounds=rounds)
+        rounds, tally = (kept.rounds, kept.tally) if kept is not None else ((), {})
+        return BatchWork(place, self._stage, self._data, self._sampler, rounds=rounds, tally=tally)
 
     def _close_source(self) -> None:
         if self._source is not None:
             self._source.close()
-
-    def _sample(self, prompts: Sequence[Prompt], iteration: int, span: Span) -> list[RolloutGroup]:
-        """One round of an iteration (from 0), by the weights that the engines have. On the driving rank."""
-        assert self._data is not None
-        draw = self._draw(self._stage.group_size, iteration)
-        token_ids, version = self._data.prompts.token_ids, self._weight_version
-        return self._collector.collect(prompts, token_ids, draw, weight_version=version, span=span)
 
     def _draw(self, samples: int, *place: int | str) -> Draw:
         """As in training; `place` makes the seeds, with those of the run, the stage, the prompt and the sample."""

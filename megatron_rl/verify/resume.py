@@ -35,6 +35,7 @@ def verify_resume(args: argparse.Namespace) -> int:
         prepared = prepare(
             args.recipe, args.overrides, place, shrink=args.shrink, trains=True, layouts=layouts
         )
+        _check_repeats_itself(prepared.recipe)
         recipe = _decided(prepared.recipe, across=other is not None)
         prepared = write_recipe(recipe, place)
         changed = _in_layout(recipe, other, place) if other else None
@@ -59,6 +60,15 @@ def verify_resume(args: argparse.Namespace) -> int:
         return report(
             *records, recipe=recipe, kills=killed.kills, other=other, resumed_after=killed.resumed_after
         )
+
+
+def _check_repeats_itself(recipe: Recipe) -> None:
+    for number, stage in enumerate(recipe.stages):
+        if isinstance(stage, RlStage) and stage.stragglers is not None:
+            raise MegatronRLError(
+                f"stages.{number}.stragglers: which groups are late depends on the clock, so that no two runs are bit "
+                "for bit the same; verify it with stragglers: null, and overlap one_step in the place of partial"
+            )
 
 
 def _decided(recipe: Recipe, *, across: bool) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +13,19 @@ import pytest
 
 from megatron_rl.data.curriculum import CurriculumSampler
 from megatron_rl.data.prompts import PromptSet
-from megatron_rl.data.types import Completion, Prompt, RolloutGroup, Verdict
+from megatron_rl.data.types import Completion, Finish, Prompt, RolloutGroup, Verdict
 from megatron_rl.errors import CheckpointError, EngineError, LostEngineError, RewardError
 from megatron_rl.recipe.algorithm import CorrectionConfig
-from megatron_rl.recipe.batch import DynamicSamplingConfig
+from megatron_rl.recipe.batch import DynamicSamplingConfig, StragglersConfig
 from megatron_rl.recipe.overlap_checks import overlap_problems
 from megatron_rl.recipe.stages import AlgorithmConfig, EngineConfig, OptimizerConfig, RlStage, SamplingConfig
 from megatron_rl.reshard.placement import Placement
 from megatron_rl.rollout.collect import Span
+from megatron_rl.rollout.open_groups import OpenGroup
 from megatron_rl.train.ahead import RolloutSource, check_separate
-from megatron_rl.train.batch_work import BatchWork, Kept, Place, Rounds, rounds_from_bytes, rounds_to_bytes
+from megatron_rl.train.batch_work import BatchWork, Place
 from megatron_rl.train.groups import Collected
+from megatron_rl.train.kept_rollouts import Kept, rollouts_from_bytes, rollouts_to_bytes
 from megatron_rl.train.metrics import Meter
 from megatron_rl.train.rl_data import RlData
 from tests.helpers.rollouts import group
@@ -60,7 +63,12 @@ class Machine:
     def restart(self, error: Exception) -> None:
         self.restarts += 1
 
-    def sample(self, prompts: Sequence[Prompt], iteration: int, span: Span) -> list[RolloutGroup]:
+    def num_fresh(self, tally: Counter[str]) -> int:
+        return STAGE.prompts_per_iteration
+
+    def sample(
+        self, prompts: Sequence[Prompt], iteration: int, span: Span, tally: Counter[str]
+    ) -> list[RolloutGroup]:
         with span("generate"):
             assert self.gate.wait(PATIENCE_S)
         if self.faults and (fault := self.faults.pop(0)) is not None:
@@ -95,8 +103,8 @@ def data(num_prompts: int = 40) -> RlData:
 def source(
     machine: Machine, held: RlData, *, stage: RlStage = STAGE, kept: Kept | None = None
 ) -> RolloutSource:
-    def new_work(place: Place, *, rounds: Rounds | None = None) -> BatchWork:
-        return BatchWork(place, stage, held, machine.sample, rounds=rounds)
+    def new_work(place: Place, kept: Kept | None) -> BatchWork:
+        return BatchWork(place, stage, held, machine, rounds=() if kept is None else kept.rounds)
 
     return RolloutSource(machine, new_work, is_ahead=stage.overlap == "one_step", group=None, kept=kept)
 
@@ -215,14 +223,14 @@ def test_a_batch_from_a_checkpoint_is_the_one_that_was_made_to_the_last_bit() ->
     rollouts = source(machine, held)
     run(machine, rollouts, range(2), last=9)
     assert rollouts.ready is not None
-    content, state = rounds_to_bytes(rollouts.ready, machine.versions), held.sampler.state_dict()
+    content, state = rollouts_to_bytes(rollouts.ready, machine.versions), held.sampler.state_dict()
     want = rollouts.take(at(2), following=at(3), meter=Meter())
     rollouts.settle(Meter(), machine.push)
 
     fresh, again = Machine(), data()
     again.sampler.load_state_dict(state)
     by_id = {prompt.id: prompt for prompt in again.prompts.prompts}
-    kept = rounds_from_bytes(content, by_id, again.prompts.token_ids, where=Path("kept.json"))
+    kept = rollouts_from_bytes(content, by_id, again.prompts.token_ids, where=Path("kept.json"))
     fresh.versions = [*kept.versions]
     resumed = source(fresh, again, kept=kept)
     got = resumed.take(at(2), following=at(3), meter=Meter())
@@ -232,7 +240,7 @@ def test_a_batch_from_a_checkpoint_is_the_one_that_was_made_to_the_last_bit() ->
 
 def test_numbers_and_texts_of_a_kept_batch_survive_as_they_are() -> None:
     machine, held = started(), data()
-    work = BatchWork(at(3), STAGE, held, machine.sample)
+    work = BatchWork(at(3), STAGE, held, machine)
     work(Meter().span)
     odd = Completion(
         token_ids=[1, 2, 3],
@@ -240,17 +248,21 @@ def test_numbers_and_texts_of_a_kept_batch_survive_as_they_are() -> None:
         finish=work.rounds[0][0].rollouts[0].completion.finish,
         weight_version=0,
     )
-    first = replace(work.rounds[0][0].rollouts[0], completion=odd, text="\ud800 \u2028 é")
-    work.rounds[0] = [RolloutGroup(prompt=first.prompt, rollouts=[first]), *work.rounds[0][1:]]
+    changed = replace(work.rounds[0][0].rollouts[0], completion=odd, text="\ud800 \u2028 é")
+    work.rounds[0] = [RolloutGroup(prompt=changed.prompt, rollouts=[changed]), *work.rounds[0][1:]]
     by_id = {prompt.id: prompt for prompt in held.prompts.prompts}
-    kept = rounds_from_bytes(rounds_to_bytes(work, [0]), by_id, held.prompts.token_ids, where=Path("k"))
-    assert kept == Kept(place=at(3), rounds=work.rounds, versions=[0])
+    first, second = held.prompts.prompts[:2]
+    cut = replace(odd, finish=Finish.ABORT, weight_version=0, version_runs=((2, 0), (1, 4)))
+    late = [OpenGroup(prompt=p, prompt_token_ids=(1, 2), parts=(cut, None)) for p in (first, second)]
+    content = rollouts_to_bytes(work, [0, 4], late)
+    kept = rollouts_from_bytes(content, by_id, held.prompts.token_ids, where=Path("k"))
+    assert kept == Kept(place=at(3), rounds=work.rounds, tally={}, versions=[0, 4], open_groups=late)
 
 
 @pytest.mark.parametrize("content", [b"{", b"{}", b'{"rounds": [[{"prompt": "gone", "rollouts": []}]]}'])
 def test_what_another_program_or_other_data_wrote_is_refused_by_name(content: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"^kept\.json: does not hold rollouts of this stage's prompts"):
-        rounds_from_bytes(content, {}, {}, where=Path("kept.json"))
+        rollouts_from_bytes(content, {}, {}, where=Path("kept.json"))
 
 
 def test_a_gpu_that_trainer_and_engine_share_is_refused_by_number_and_none_on_cpus() -> None:
@@ -258,6 +270,9 @@ def test_a_gpu_that_trainer_and_engine_share_is_refused_by_number_and_none_on_cp
     check_separate(Placement.packed(2, 2, per_node=2))
     with pytest.raises(EngineError, match="share GPU 0 of machine 0, 1 of machine 0, and"):
         check_separate(Placement.packed(2, 2, colocated=True))
+
+
+_BOTH = ["stragglers.groups", "stragglers.max_staleness"]
 
 
 @pytest.mark.parametrize(
@@ -268,6 +283,18 @@ def test_a_gpu_that_trainer_and_engine_share_is_refused_by_number_and_none_on_cp
         ({"correction": {"old": "rollout"}}, []),
         ({"correction": {"old": "rollout"}, "transport": "shared"}, ["overlap"]),
         ({"overlap": "none", "transport": "shared"}, []),
+        ({"overlap": "partial", "correction": {"old": "rollout"}}, ["stragglers"]),
+        ({"overlap": "partial", "correction": {"old": "rollout"}, "stragglers": {"groups": 0.5}}, []),
+        ({"overlap": "none", "stragglers": {"groups": 1.0, "max_staleness": 2}}, _BOTH),
+        ({"overlap": "none", "stragglers": {"groups": 0.0}}, _BOTH[:1]),
+        (
+            {
+                "overlap": "partial",
+                "correction": {"kind": "icepop"},
+                "stragglers": {"groups": 0.5, "max_staleness": 1},
+            },
+            _BOTH[1:],
+        ),
     ],
     ids=str,
 )
@@ -276,5 +303,12 @@ def test_check_wants_older_rollouts_accounted_for_and_engines_that_need_not_stop
 ) -> None:
     algorithm = AlgorithmConfig(correction=CorrectionConfig(**changes.get("correction", {})))
     engine = EngineConfig(transport=changes.get("transport", "auto"))
-    stage = replace(STAGE, algorithm=algorithm, engine=engine, overlap=changes.get("overlap", "one_step"))
+    late = StragglersConfig(**changes["stragglers"]) if "stragglers" in changes else None
+    stage = replace(
+        STAGE,
+        algorithm=algorithm,
+        engine=engine,
+        overlap=changes.get("overlap", "one_step"),
+        stragglers=late,
+    )
     assert [one.path for one in overlap_problems(stage, "s")] == [f"s.{path}" for path in paths]
