@@ -1,62 +1,74 @@
-"""Rollouts made while the trainer works: they overlap, are one transfer old, and survive a kill bit for bit."""
+"""Rollouts made while the trainer works: they overlap, are one transfer old, and a resumed run has the very same."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.kills import Kill, kill_and_resume
+from megatron_rl.model.checkpoint_files import LATEST_FILE, find_latest
 from tests.helpers.processes import assert_nothing_is_left
 from tests.helpers.quickstart import ROOT, lines, train
-from tests.helpers.same_run import assert_same_metrics, assert_same_model, assert_same_rollouts
+from tests.helpers.same_run import (
+    assert_same_metrics,
+    assert_same_model,
+    assert_same_rollouts,
+    assert_same_transfers,
+)
 
 GOLDEN = ROOT / "tests" / "golden" / "recipe.yaml"
-ITERATIONS = 4
-OVERLAP = (
-    "stages.0.steps=2",
-    f"stages.1.iterations={ITERATIONS}",
-    "stages.1.curriculum=[]",
-    "stages.1.overlap=one_step",
-    "stages.1.algorithm.correction={kind: token_tis}",
-    "stages.1.eval={every: 2, sets: {few: small/few.jsonl}}",
-    "checkpoint.every_steps=2",
-)
+SFT_STEPS, ITERATIONS, RESUMED_AFTER = 1, 4, 2
+_WHOLE = ("time/iteration_s", "time/eval_s")
 
 
 @pytest.mark.timeout(900)
-def test_rollouts_made_ahead_overlap_with_training_and_survive_a_kill_bit_for_bit(
+def test_rollouts_made_ahead_overlap_with_training_and_are_the_same_bit_for_bit_after_a_resume(
     place: Path, beginner: Path
 ) -> None:
     rows = (place / "small" / "train.jsonl").read_text().splitlines(keepends=True)
     (place / "small" / "few.jsonl").write_text("".join(rows[-8:]))
-    options = (*OVERLAP, f"model.hf_path={beginner}")
-    straight, killed = place / "runs" / "ahead", place / "runs" / "ahead_killed"
+    options = (
+        f"model.hf_path={beginner}",
+        f"stages.0.steps={SFT_STEPS}",
+        "stages.0.schedule={kind: constant}",
+        f"stages.1.iterations={ITERATIONS}",
+        "stages.1.curriculum=[]",
+        "stages.1.overlap=one_step",
+        "stages.1.algorithm.correction={kind: token_tis}",
+        "stages.1.eval={every: 3, sets: {few: small/few.jsonl}}",
+        "checkpoint={every_steps: 1, keep: 9}",
+    )
+    straight, resumed = place / "runs" / "ahead", place / "runs" / "ahead_resumed"
     done = train(place, straight, *options, recipe=GOLDEN)
     assert done.returncode == 0, done.stderr[-3000:]
 
-    rl = lines(straight)[2:]
-    assert [line["rollout/staleness_max"] for line in rl] == [0, *[1] * (ITERATIONS - 1)]
-    assert [line["rollout/staleness_mean"] for line in rl] == [0, *[1] * (ITERATIONS - 1)]
-    # two optimizer steps an iteration: the weights of the iteration before
+    rl = lines(straight)[SFT_STEPS:]
+    assert [line["rollout/staleness_max"] for line in rl] == [0, 1, 1, 1]
+    assert [line["rollout/staleness_mean"] for line in rl] == [0, 1, 1, 1]
+    # two optimizer steps an iteration: weights of the iteration before
     assert [line["rollout/weight_version"] for line in rl] == [0, 0, 2, 4]
-    assert all(line["policy/updates"] == 2 and line["mismatch/k3"] > 0 for line in rl)
+    assert all(line["policy/updates"] == 2 for line in rl)
+    # what the trainer does not agree with is no longer rounding alone
+    assert rl[0]["mismatch/k3"] < 1e-6 < min(line["mismatch/k3"] for line in rl[1:])
     # of the engine's work on the next batch, what fell into the trainer's own
     assert all(line["overlap/hidden_s"] > 0 for line in rl[:-1]) and "overlap/hidden_s" not in rl[-1]
     for line in rl:
-        named = sum(v for k, v in line.items() if k.startswith("time/") and k not in _WHOLE)
-        assert named == pytest.approx(line["time/iteration_s"], rel=0.01)
+        parts = sum(v for name, v in line.items() if name.startswith("time/") and name not in _WHOLE)
+        assert parts == pytest.approx(line["time/iteration_s"], rel=0.01)
 
-    # the batch of iteration 3 was made in iteration 2, and is in the checkpoint of that moment
-    kill = Kill(moment="train", stage="rl", after=4, options=("checkpoint.every_steps=1",))
-    (attempt,) = kill_and_resume(place, killed, [kill], *options, recipe=GOLDEN, steps_before={0: 0, 1: 2})
-    assert attempt.killed_at >= 4
-    done = train(place, killed, *options, "--resume", recipe=GOLDEN)
+    # taken back to a moment at which the rollouts of iteration 3 were there and not trained on
+    shutil.copytree(straight, resumed)
+    (resumed / "checkpoints" / LATEST_FILE).write_text(f"stage_1_step_{RESUMED_AFTER:06d}\n")
+    saved = find_latest(resumed / "checkpoints")
+    assert saved is not None and "rollouts_ahead.json" in saved.files
+    shutil.rmtree(resumed / "model")
+    done = train(place, resumed, *options, "--resume", recipe=GOLDEN)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert_same_metrics(straight, killed)
-    assert_same_rollouts(straight, killed)
-    assert_same_model(straight, killed)
-    assert_nothing_is_left(killed)
-
-
-_WHOLE = ("time/iteration_s", "time/eval_s")
+    assert f"rl {RESUMED_AFTER + 1}/{ITERATIONS}" in done.stdout
+    assert f"rl {RESUMED_AFTER}/{ITERATIONS}" not in done.stdout
+    assert_same_metrics(straight, resumed)
+    assert_same_rollouts(straight, resumed)
+    assert_same_transfers(straight, resumed)
+    assert_same_model(straight, resumed)
+    assert_nothing_is_left(resumed)

@@ -33,6 +33,7 @@ from megatron_rl.reshard.verify import max_gap
 from megatron_rl.rewards.combine import RewardModel
 from megatron_rl.rollout.collect import Collector, Draw
 from megatron_rl.rollout.engine import GenerateRequest
+from megatron_rl.rollout.open_groups import OpenGroup, go_on
 from megatron_rl.rollout.shared_memory import shared_memory_of_group
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
@@ -209,6 +210,29 @@ def test_pushed_weights_answer_at_once_with_tied_head_and_fresh_prefix_cache(eng
         assert engine.status() == [{"weight_version": version, "stale": None}] * 2
     size = sum(t.numel() for t in push.weights[1][0].values()) * 4 - (256 - 251) * 64 * 4
     assert result.bytes == 2 * size
+
+
+def test_what_goes_on_after_a_transfer_has_the_log_probs_of_each_version(engine, models, push):
+    long = request([3, 7, 9], 5, max_tokens=40)
+    (whole,) = engine.generate([long])
+    begun = replace(
+        whole, token_ids=whole.token_ids[:15], logprobs=whole.logprobs[:15], finish=Finish.ABORT
+    )
+    group = OpenGroup(
+        prompt=Prompt(id="p", messages=[], answer="1"), prompt_token_ids=[3, 7, 9], parts=(begun, None)
+    )
+    old = engine.weight_version
+    push(5, 2)
+    again = replace(long, seed=6)
+    (after,) = go_on(engine, [group], lambda group, index: again, needed=1, check=lambda new: None)
+    continued, fresh = after.parts
+    assert continued.runs == ((15, old), (25, 5)) and continued.weight_version == old
+    assert continued.token_ids[:15] == begun.token_ids and len(continued.token_ids) == 40
+    assert (fresh.runs, continued.finish) == (((40, 5),), Finish.LENGTH)
+    by_version = [hf_logprobs(models[seed], [3, 7, 9, *continued.token_ids])[2:] for seed in (1, 2)]
+    assert max_gap(by_version[0][:15], continued.logprobs[:15]) < BOUND
+    assert max_gap(by_version[1][15:], continued.logprobs[15:]) < BOUND
+    push(4, 1)
 
 
 def test_what_the_trainer_does_after_a_push_does_not_reach_the_engine(engine, models, push):
