@@ -116,9 +116,7 @@ def shared_gpus(stage: RlStage) -> int:
 
 def takes_turns(stage: Stage) -> bool:
     """Whether engines on the trainer's GPUs give their memory back while it works."""
-    return (
-        isinstance(stage, RlStage) and shared_gpus(stage) > 0 and bool(getattr(stage.engine, "sleep", False))
-    )
+    return isinstance(stage, RlStage) and shared_gpus(stage) > 0 and stage.engine.sleep
 
 
 def rank_memory(shape: TrainShape, *, pp_rank: int, stage: Stage | None = None) -> RankMemory:

@@ -20,22 +20,30 @@ _SAMPLER_COPIES, _FLOAT = 3, 4  # logits of one step, in float32
 _BUCKETS = 2  # see reshard/receive.py
 
 
-@lru_cache(maxsize=64)
 def engine_memory(spec: ModelSpec, engine: EngineConfig, *, element_bytes: int) -> EngineMemory:
     """`engine.tp` must be able to hold the model (`check_target`)."""
-    shapes = hf_tensors(spec)
-    needs = target_needs(spec, tp=engine.tp, rank=0)
-    weights = sum(need_bytes(shape, needs[name], element_bytes) for name, shape in shapes.items())
+    weights, whole_tensors = _weight_bytes(spec, engine.tp, element_bytes)
     heads = max(1, spec.num_kv_heads // engine.tp)
     ffn = spec.ffn_size if spec.moe is None else spec.moe.expert_ffn_size * spec.moe.experts_per_token
-    step = _STEP_TOKENS * (2 * spec.hidden_size + 3 * ffn // engine.tp) * element_bytes
+    tokens = int(engine.vllm.get("max_num_batched_tokens", _STEP_TOKENS))
+    step = tokens * (2 * spec.hidden_size + 3 * ffn // engine.tp) * element_bytes
     sampler = _SAMPLER_COPIES * engine.max_concurrent * spec.vocab_size * _FLOAT
+    is_fp8 = str(engine.vllm.get("kv_cache_dtype", "auto")).startswith("fp8")
     return EngineMemory(
         weights=weights,
-        kv_token_bytes=2 * spec.num_layers * heads * spec.head_dim * element_bytes,
+        kv_token_bytes=2 * spec.num_layers * heads * spec.head_dim * (1 if is_fp8 else element_bytes),
         overhead=_RUNTIME_BYTES + step + sampler,
-        sync=_BUCKETS * engine.bucket_mib * 2**20 + _reload_bytes(spec, element_bytes),
+        sync=_BUCKETS * engine.bucket_mib * 2**20 + whole_tensors,
     )
+
+
+@lru_cache(maxsize=64)
+def _weight_bytes(spec: ModelSpec, tp: int, element_bytes: int) -> tuple[int, int]:
+    """Weights of one worker, and the whole tensors that it holds while they arrive."""
+    shapes = hf_tensors(spec)
+    needs = target_needs(spec, tp=tp, rank=0)
+    weights = sum(need_bytes(shape, needs[name], element_bytes) for name, shape in shapes.items())
+    return weights, _reload_bytes(spec, element_bytes)
 
 
 def _reload_bytes(spec: ModelSpec, element_bytes: int) -> int:

@@ -143,6 +143,16 @@ def test_keys_and_values_of_a_token_are_counted_on_each_worker():
     assert one.sequences(one.weights, 1000) == 0
 
 
+def test_options_of_vllm_that_take_memory_are_counted():
+    plain, steps, small = (
+        engine_memory(QWEN3_8B, EngineConfig(vllm=options), element_bytes=2)
+        for options in ({}, {"max_num_batched_tokens": 32768}, {"kv_cache_dtype": "fp8"})
+    )
+    # 16,384 tokens more of 2 * 4096 + 3 * 12288 numbers
+    assert steps.overhead - plain.overhead == 16384 * (2 * 4096 + 3 * 12288) * 2
+    assert small.kv_token_bytes * 2 == plain.kv_token_bytes and small.weights == plain.weights
+
+
 def test_the_largest_fraction_is_the_last_that_fits_and_the_smallest_the_first():
     memory = memory_of(rl_stage(), ParallelLayout(tp=4, dp=16, sp=True))
     capacity = int(H100_GIB * GIB)

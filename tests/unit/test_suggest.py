@@ -164,3 +164,9 @@ def test_text_and_json_show_overrides_and_why_the_next_ones_lose(capsys):
 def test_suggestions_need_to_know_the_gpus_and_their_number(capsys, given):
     assert main(["check", MATH, "--suggest", *given]) == 2
     assert "add --gpu NAME and --world N" in capsys.readouterr().err
+
+
+def test_engines_that_sleep_may_have_what_training_needs():
+    awake, asleep = (suggested(MATH, *more)[1].best[0] for more in ((), ("stages.0.engine.sleep=true",)))
+    assert asleep.memory_fraction > awake.memory_fraction
+    assert pasted(MATH, asleep, "stages.0.engine.sleep=true").problems == ()
