@@ -26,6 +26,7 @@ PHASES = (
     "rescore",  # of the prompts of a stage, before its first iteration
     "generate",
     "reward",
+    "sleep",  # engines that give their memory back
     "logprob",
     "train",
     "wait",  # for rollouts of the next iteration, see train/ahead.py

@@ -15,6 +15,7 @@ import pytest
 from megatron_rl.train.phases import read_phase
 from tests.helpers.processes import assert_nothing_is_left, ended, wait_for
 from tests.helpers.quickstart import lines, start, train
+from tests.helpers.same_run import without_clock
 
 STEPS = 48
 OPTIONS = (
@@ -38,11 +39,8 @@ def straight(place: Path) -> Path:
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What was logged of every step, without its wall time."""
-    return [
-        {name: value for name, value in line.items() if not name.startswith(("time", "throughput"))}
-        for line in lines(run_dir)
-    ]
+    """What was logged of every step, without wall time and memory."""
+    return [without_clock(line) for line in lines(run_dir)]
 
 
 class Leg:

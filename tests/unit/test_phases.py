@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import socket
 import time
 
 from megatron_rl.train.metrics import Meter
-from megatron_rl.train.phases import PhaseFile, phase_path, read_phase
+from megatron_rl.train.phases import PHASES, PhaseFile, phase_path, read_phase
+from tests.helpers.source import project_modules
 
 
 def test_every_change_is_in_the_file_at_once_and_none_is_left_of_the_one_before(tmp_path):
@@ -51,3 +53,23 @@ def test_a_file_that_is_missing_or_broken_has_no_phase(tmp_path):
     for content in (b"", b'{"stage": "rl", "st', b"[]", b'{"stage": "rl"}'):
         phase_path(tmp_path, 0).write_bytes(content)
         assert read_phase(tmp_path, 0) is None
+
+
+def test_everything_that_a_loop_times_or_enters_is_a_phase():
+    """A span or phase of another name would end the run where it is first met."""
+    named = {
+        (node.args[0].value, module.where(node))
+        for module in project_modules()
+        if module.name.startswith("megatron_rl.train.")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and (
+            (node.func.attr == "span" and ast.unparse(node.func.value).endswith("meter"))
+            or (node.func.attr == "enter" and ast.unparse(node.func.value).endswith("phases"))
+        )
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert {"sleep", "wait", "sync", "eval", "save"} <= {name for name, _ in named}
+    assert sorted(place for name, place in named if name not in PHASES) == []
