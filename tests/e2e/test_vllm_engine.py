@@ -138,7 +138,7 @@ def test_two_replicas_draw_the_samples_of_one_with_long_shared_prefixes(engine):
 def test_completions_are_handed_out_while_others_run_and_come_and_are_cancelled(engine):
     """What was cut off is the beginning of what it would have been."""
     short = [request([5, i, 99], seed=i, max_tokens=4) for i in range(8)]
-    long = [request([5, i, 99], seed=i, max_tokens=150) for i in range(64)]
+    long = [request([5, i, 99], seed=i, max_tokens=120) for i in range(24)]
     alone = engine.generate(short), engine.generate(long)
     running = engine.submit(long)
     time.sleep(0.1)
@@ -152,10 +152,10 @@ def test_completions_are_handed_out_while_others_run_and_come_and_are_cancelled(
     assert [one.token_ids for one in whole.values()] == [one.token_ids for one in alone[1][1::2]]
     for cut, full in zip(partial.values(), alone[1][::2], strict=True):
         count = len(cut.token_ids)
-        assert cut.finish is (Finish.ABORT if count < 150 else Finish.LENGTH)
+        assert cut.finish is (Finish.ABORT if count < 120 else Finish.LENGTH)
         assert cut.token_ids == full.token_ids[:count]
         assert cut.logprobs == pytest.approx(full.logprobs[:count], abs=1e-6)
-    assert any(0 < len(one.token_ids) < 150 for one in partial.values())
+    assert any(0 < len(one.token_ids) < 120 for one in partial.values())
     # after all of that the engine is as it was
     assert engine.generate(long) == alone[1]
     assert engine.score_all([LONG_PROMPT])[0][0] == pytest.approx(scores[0][0], abs=1e-6)
