@@ -271,11 +271,13 @@ def _dp_problems(stage: Stage, path: str, dp: int) -> Iterator[Problem]:
     samples = samples_per_step(stage)
     # prompts that do not split into updates have their own line
     if stage.prompts_per_iteration % stage.updates_per_rollout == 0 and samples % dp:
+        fitting = stage.updates_per_rollout * dp // math.gcd(dp, stage.group_size)
         yield Problem(
             f"{path}.prompts_per_iteration",
             f"prompts_per_iteration / updates_per_rollout * group_size = {stage.prompts_per_iteration} / "
             f"{stage.updates_per_rollout} * {stage.group_size} = {samples} rollouts per optimizer step, "
-            f"must be a multiple of the {dp} data-parallel ranks",
+            f"must be a multiple of the {dp} data-parallel ranks; "
+            f"use {nearest_multiples(stage.prompts_per_iteration, fitting)} prompts",
         )
 
 

@@ -157,14 +157,14 @@ class EngineServer:
         version = message["weight_version"]
         self._sleeper.wake_kv_cache()
         self._forget_prefixes()
+        # a block is read to its end, and where weights were not finite, what is left there makes others NaN too
+        self._llm.collective_rpc(_clear_kv_cache)
         self._llm.update_weight_version(str(version))
         self._version, self._stale = version, None
 
     def _forget_prefixes(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise EngineError("the prefix cache could not be reset: requests are still running")
-        # a block is read to its end, and where weights were not finite, what is left there makes others NaN too
-        self._llm.collective_rpc(_clear_kv_cache)
 
     def _raise_worker_errors(self) -> None:
         if errors := [error for error in self._llm.collective_rpc(_outcome) if error is not None]:

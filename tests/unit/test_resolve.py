@@ -149,7 +149,7 @@ CASES = [
     (["stages.1.prompts_per_iteration=9"], 1, "stages.1.prompts_per_iteration",
      "updates_per_rollout = 2; use 8 or 10"),
     (["stages.1.prompts_per_iteration=2", "stages.1.group_size=3"], 2, "stages.1.prompts_per_iteration",
-     "2 / 2 * 3 = 3 rollouts per optimizer step, must be a multiple of the 2 data-parallel ranks"),
+     "2 / 2 * 3 = 3 rollouts per optimizer step, must be a multiple of the 2 data-parallel ranks; use 4 prompts"),
     (["stages.1.group_size=1"], 1, "stages.1.group_size", "got 1, must be at least 2"),
     (["stages.0.schedule.warmup_steps=21"], 1, "stages.0.schedule.warmup_steps", "use at most 20"),
     (["stages.1.schedule.warmup_steps=13"], 1, "stages.1.schedule.warmup_steps", "has 12 optimizer steps"),
