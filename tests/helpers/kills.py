@@ -21,6 +21,7 @@ _TIMEOUT_S = 600.0  # from a start to the moment of the kill; seconds on a machi
 
 # moments that are one file operation of rank 0: audit event and path, of a rename the new one; the kill comes before it
 OPERATIONS = {
+    "data": ("open", "small/*.jsonl"),  # a phase of milliseconds, which a look from outside may miss
     "step recorded, save not begun": ("os.mkdir", ".tmp-stage_*"),
     "save: before the state": ("open", ".tmp-stage_*/state.json"),
     "save: before the rename": ("os.rename", "checkpoints/stage_*"),

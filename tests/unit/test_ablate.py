@@ -32,6 +32,8 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # dataclasses look their module up while they are made
     monkeypatch.setitem(sys.modules, "ablate", module)
+    # as for a script, whose own directory comes first
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
     spec.loader.exec_module(module)
     return module
 

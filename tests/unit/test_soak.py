@@ -26,7 +26,12 @@ def tool() -> Iterator[ModuleType]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["soak"] = module
-    spec.loader.exec_module(module)
+    # as for a script, whose own directory comes first
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
     yield module
     del sys.modules["soak"]
 
