@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import os
 import re
+import shlex
+import typing
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
+from megatron_rl.cli import main
+from megatron_rl.recipe import schema, stages
+from megatron_rl.recipe.vllm_options import vllm_options
+from megatron_rl.recipe.yaml_text import parse_value
 from megatron_rl.rewards import REWARDS
-from tests.helpers.pages import PAGES, Block, blocks, make_place, run_command
+from tests.helpers.pages import PAGES, Block, blocks, code_spans, make_place, run_command
 from tests.helpers.quickstart import ROOT
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -18,6 +28,18 @@ MARKED = [block for block in BLOCKS if block.marker]
 PYTHON = [block for block in BLOCKS if block.language == "python" and not block.marker]
 # README trains into one of these, and reads from the one that launch/quickstart.sh would have written
 TRAINED, FIRST = "runs/mine", "runs/first"
+NAMED = [*PAGES, ROOT / "CHANGELOG.md"]  # pages whose flags and keys are looked up
+# where a path of keys in a page starts: at the recipe, in a stage or in a part of one
+STARTS = {
+    "model": schema.ModelConfig,
+    "layout": schema.LayoutConfig,
+    "run": schema.RunConfig,
+    "checkpoint": schema.CheckpointConfig,
+    "engine": stages.EngineConfig,
+    "algorithm": stages.AlgorithmConfig,
+    "grader": stages.GraderConfig,
+}
+IN_A_STAGE = {"overlap", "stragglers"}
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +56,24 @@ def place(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def outputs() -> dict[str, str]:
+    """What each command of the pages has printed: two pages may name the same."""
+    return {}
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", SHELL, ids=str)
-def test_commands_run_as_they_are_printed(block: Block, place: Path):
+def test_commands_run_as_they_are_printed(block: Block, place: Path, outputs: dict[str, str]):
+    said = ""
     for command in block.commands():
         if f"--run-dir {TRAINED}" in command:
             assert (place / TRAINED / "metrics.jsonl").exists()  # run by the fixture
             continue
-        said = run_command(command, place)
+        key = " ".join(shlex.split(command, comments=True))
+        if key not in outputs:
+            outputs[key] = run_command(command, place)
+        said = outputs[key]
     if block.following:
         missing = [line for line in block.following.splitlines() if line.strip() and line not in said]
         assert missing == [], f"{block}: the page shows lines that the last command does not print"
@@ -74,6 +106,133 @@ def test_every_block_is_run_or_shown():
     typed = re.compile(r"^(\.venv/|bash |sbatch |megatron-rl )", re.MULTILINE)
     assert [str(block) for block in BLOCKS if not block.language and typed.search(block.text)] == []
     assert len(SHELL) >= 12 and len(PYTHON) >= 4
+
+
+def test_estimates_in_the_readme_stand_below_the_command_that_prints_them():
+    """Output is compared with the block right above it, so lines of `check` have to follow `check` alone."""
+    shown = [block for block in SHELL if "memory of a rank" in block.following]
+    assert [str(block.page.name) for block in shown] == ["README.md"]
+    assert len(shown[0].commands()) == 1 and "--model-config qwen3-8b" in shown[0].text
+
+
+def _help(*command: str) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0, command
+    return said.getvalue()
+
+
+@functools.cache
+def _known_flags(program: str, command: str) -> frozenset[str]:
+    """Flags of `megatron-rl COMMAND` by its --help, of vLLM, tools and scripts by the text of their files."""
+    if program == "megatron-rl":
+        return frozenset(re.findall(r"--[a-z][a-z0-9-]*", _help(*command.split())))
+    if program == "vllm":
+        options = vllm_options()
+        assert options is not None
+        return frozenset({"--port", *(f"--{name.replace('_', '-')}" for name in options)})
+    files = [*(ROOT / "launch").iterdir()] if program == "launch" else [*(ROOT / "tools").glob("*.py")]
+    return frozenset(
+        flag for file in files for flag in re.findall(r"--[a-z][a-z0-9-]*", file.read_text(encoding="utf-8"))
+    )
+
+
+COMMANDS = ["train", "check", "data", "engine", "report", "score", "eval"]
+COMMANDS += [f"verify {proof}" for proof in ("layout", "resume", "parity")]
+
+
+def _program(text: str) -> list[tuple[str, str]]:
+    """Which programs a command or an inline flag may be about."""
+    ours = re.search(r"megatron-rl (verify \w+|[a-z]+)", text)
+    if ours:
+        return [("megatron-rl", ours[1])]
+    if "-m vllm." in text:
+        return [("vllm", "")]
+    if "tools/" in text:
+        return [("tools", "")]
+    if "launch/" in text:
+        return [("launch", "")]
+    return [("megatron-rl", name) for name in COMMANDS] + [("tools", ""), ("launch", "")]
+
+
+@pytest.mark.parametrize("page", NAMED, ids=lambda page: page.name)
+def test_every_flag_of_a_page_exists(page: Path):
+    typed = [c for block in blocks(page) if block.language == "bash" for c in block.commands()]
+    unknown = []
+    for text in typed + code_spans(page):
+        command = " ".join(shlex.split(text, comments=True)) if text in typed else text
+        known = frozenset().union(*(_known_flags(*program) for program in _program(command)))
+        flags = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", command)
+        unknown += [f"{flag} in: {command}" for flag in flags if flag not in known]
+    assert unknown == []
+
+
+def _field(path: list[str]) -> object:
+    """The annotation of the field that a path of keys names. Raises KeyError where there is none."""
+    if path[0] == "stages" and len(path) > 2:
+        path = path[2:]
+    if path[0] in STARTS:
+        holders, rest = [STARTS[path[0]]], path[1:]
+    else:
+        holders, rest = [stages.RlStage, stages.SftStage], path
+    annotation: object = holders[0]
+    for key in rest:
+        hints = [typing.get_type_hints(holder, include_extras=True) for holder in holders]
+        annotation = next(hint[key] for hint in [*hints, {key: KeyError}] if key in hint)
+        if annotation is KeyError:
+            raise KeyError(key)
+        parts = [annotation, *typing.get_args(annotation)]
+        holders = [part for part in parts if hasattr(part, "__dataclass_fields__")]
+    return annotation
+
+
+def _key_problem(span: str) -> str | None:
+    named = re.match(r"([a-z_]+(?:\.[a-z_0-9*]+)*)(?:(?:: |=)(.*))?$", span)
+    if not named or span.endswith((".py", ".json", ".md")):
+        return None
+    path, value = named[1].split("."), named[2]
+    if value is None and (ROOT / "megatron_rl" / Path(*path).with_suffix(".py")).is_file():
+        return None  # a module, such as model.spec
+    if path[0] not in {*STARTS, *IN_A_STAGE, "stages"} or (len(path) == 1 and value is None):
+        return None
+    try:
+        annotation = _field(path)
+        # `...` stands for what the page leaves out, `a | b` for a choice
+        for choice in [] if value is None or "..." in value else value.split(" | "):
+            loaded = parse_value(choice)
+            if loaded is not None:
+                TypeAdapter(annotation).validate_python(tuple(loaded) if isinstance(loaded, list) else loaded)
+    except (KeyError, ValueError) as error:
+        return f"`{span}`: {type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("page", NAMED, ids=lambda page: page.name)
+def test_every_key_of_a_page_is_in_the_schema_with_a_value_that_fits(page: Path):
+    overrides = [
+        word
+        for block in blocks(page)
+        if block.language == "bash"
+        for command in block.commands()
+        for word in shlex.split(command, comments=True)
+        if re.match(r"[a-z]+\.[a-z0-9_.*]+=", word)
+    ]
+    assert [problem for span in code_spans(page) + overrides if (problem := _key_problem(span))] == []
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        "engine.route",
+        "run.wandb.team",
+        "overlap: two_step",
+        "stages.1.sampling.temp=1",
+        "engine.sleep: often",
+    ],
+)
+def test_a_key_or_value_that_does_not_exist_is_seen(span: str):
+    assert _key_problem(span)
 
 
 def _anchors(page: Path) -> set[str]:

@@ -75,6 +75,12 @@ def blocks(page: Path) -> list[Block]:
     return result
 
 
+def code_spans(page: Path) -> list[str]:
+    """What stands between backticks in the page's running text, in its order."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+
+
 def make_place(place: Path) -> None:
     """What a reader has who cloned the repository and ran set-up, with a shorter quickstart recipe."""
     for entry in ROOT.iterdir():
@@ -88,7 +94,7 @@ def make_place(place: Path) -> None:
         assert text.count(long) == 1, f"recipes/quickstart.yaml has {long!r} {text.count(long)} times"
         text = text.replace(long, short)
     recipe.write_text(text)
-    prepare(place)
+    prepare(place, sizes=("--train", "3000", "--sft", "1000", "--heldout", "25"))
 
 
 def _link_tests(there: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,16 @@ RECIPE = ROOT / "recipes" / "quickstart.yaml"
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def prepare(place: Path, *, seed: int = 1) -> None:
-    """Write models/tiny and data/quickstart below `place`, with the tools that launch/quickstart.sh calls."""
-    for tool, out in (("make_tiny_model.py", "models/tiny"), ("prepare_math_data.py", "data/quickstart")):
-        command = [sys.executable, str(ROOT / "tools" / tool), "--out", out, "--seed", str(seed)]
+def prepare(place: Path, *, seed: int = 1, sizes: Sequence[str] = ()) -> None:
+    """Write models/tiny and data/quickstart below `place`, with the tools that launch/quickstart.sh calls.
+
+    `sizes` are options of prepare_math_data.py for fewer problems than the quickstart's.
+    """
+    for tool, out, options in (
+        ("make_tiny_model.py", "models/tiny", ()),
+        ("prepare_math_data.py", "data/quickstart", sizes),
+    ):
+        command = [sys.executable, str(ROOT / "tools" / tool), "--out", out, "--seed", str(seed), *options]
         subprocess.run(
             command, cwd=place, env=run_environment(), check=True, capture_output=True, timeout=120
         )

@@ -1,6 +1,7 @@
 """Who may import whom: look down only, third-party packages behind fences, small files and functions."""
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -263,3 +264,13 @@ def test_a_breached_fence_is_noticed(source):
 )
 def test_a_use_of_the_environment_is_noticed(source):
     assert list(environment_uses([module("megatron_rl.algo.x", source)]))
+
+
+def test_the_page_on_architecture_shows_these_floors():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| (.*) \|$", page.split("## Floors")[1], flags=re.MULTILINE)
+    shown = {
+        f"megatron_rl.{name}": int(floor) for floor, row in rows for name in re.findall(r"`([\w.]+)`", row)
+    }
+    assert {int(floor) for floor, _ in rows} == set(FLOORS.values())
+    assert {name: FLOORS.get(name) for name in shown} == shown
