@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -79,9 +79,9 @@ class WeightStream:
         Does nothing, and leaves the group, when another member was lost.
         """
         try:
-            self._post()
             if self._received > self._released:
                 self._release()
+            self._post()
             while self._received < self._plan.num_buckets:
                 self._wait(self._received, None)
                 self._release()
@@ -89,23 +89,36 @@ class WeightStream:
         except ReshardError:
             self._router.close()
 
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is done half has lost another member: everything after it is refused."""
+        if self._is_broken:
+            raise ReshardError("weight transfer: another member was lost before")
+        self._is_broken = True
+        yield
+        self._is_broken = False
+
     def _post(self) -> None:
-        while self._posted < min(self._released + _AHEAD, self._plan.num_buckets):
-            self._direct.post(self._posted)
-            self._posted += 1
+        with self._whole():
+            while self._posted < min(self._released + _AHEAD, self._plan.num_buckets):
+                self._direct.post(self._posted)
+                self._posted += 1
 
     def _release(self) -> None:
-        self._direct.release(self._released)
-        self._relayed.release(self._released)
-        self._released += 1
+        with self._whole():
+            self._direct.release(self._released)
+            self._relayed.release(self._released)
+            self._released += 1
         self._post()
 
     def _rest(self) -> None:
-        self._direct.rest()
-        self._relayed.rest()
-        for outbox in {id(b.outbox): b.outbox for group in self._relays.values() for b in group}.values():
-            outbox.flush()
-            outbox.rest()
+        with self._whole():
+            self._direct.rest()
+            self._relayed.rest()
+            outboxes = [batch.outbox for group in self._relays.values() for batch in group]
+            for outbox in dict.fromkeys(outboxes):
+                outbox.flush()
+                outbox.rest()
 
     def _receive(self, bucket: int, version: int) -> dict[str, list[Piece]]:
         """The verified intervals of one bucket by tensor."""
@@ -122,13 +135,11 @@ class WeightStream:
 
         Raises ReshardError only when another member is lost.
         """
-        if self._is_broken:
-            raise ReshardError("weight transfer: another member was lost before")
-        self._is_broken = True  # until all is here
-        pieces, failure = self._check(self._direct.wait(bucket), version)
-        self._pass_on(bucket, pieces if failure is None else None, version)
-        relayed, late_failure = self._check(self._relayed.wait(bucket), version)
-        self._received, self._is_broken = bucket + 1, False
+        with self._whole():
+            pieces, failure = self._check(self._direct.wait(bucket), version)
+            self._pass_on(bucket, pieces if failure is None else None, version)
+            relayed, late_failure = self._check(self._relayed.wait(bucket), version)
+            self._received = bucket + 1
         return pieces + relayed, failure or late_failure
 
     def _check(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from functools import partial
 from itertools import pairwise
@@ -376,6 +377,40 @@ def test_a_member_that_is_killed_ends_the_others_at_once(victim, name, kind, tmp
     errors = [result for result in results if result is not None]
     assert any(name in error for error, _ in errors)
     assert all(seconds < 60 for _, seconds in errors)  # members would wait 150 s for one that is silent
+
+
+def outlive_the_sender(rank, world_size, plan, port, kind, has_left):
+    """The sender leaves while the worker reads a bucket, so that the worker cannot even say that it has read it."""
+    router = join(plan, rank, port, kind, timeout_s=5.0)
+    if rank == 0:
+
+        def leave(number, buffer):
+            if number == 2:
+                router.close()
+                has_left.set()
+            return True
+
+        params = rank_params(SPEC, plan.source, rank, weights(SPEC, 1))
+        with pytest.raises(ReshardError):
+            WeightSender(plan, Tampered(router, leave), dtype=torch.float32).send(params, version=1)
+        has_left.set()
+        return None
+    stream = stream_of(plan, router, torch.float32)
+    tensors = stream.tensors(version=1)
+    next(tensors)
+    assert has_left.wait(20)
+    with pytest.raises(ReshardError, match="trainer rank 0"):
+        list(tensors)
+    stream.drain()
+    with pytest.raises(ReshardError, match="lost before"):
+        next(stream.tensors(version=2))
+    return "left"
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shared"])
+def test_a_worker_whose_sender_leaves_while_it_reads_leaves_as_well(kind):
+    plan = plan_of(ParallelLayout(), 1, 1, torch.float32, bucket_bytes=SEVERAL)
+    assert run_threads(outlive_the_sender, 2, plan, free_port(), kind, threading.Event())[1] == "left"
 
 
 def test_a_missing_or_misshapen_parameter_is_named_before_anything_is_sent():
