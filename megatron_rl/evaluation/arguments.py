@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron_rl.arguments import positive_int
 from megatron_rl.evaluation.options import EvalOptions, check_options, named_file
-from megatron_rl.recipe.checks import TASK_REWARDS
 from megatron_rl.recipe.dataset import PLACE
+from megatron_rl.rewards import REWARDS
 
 _SubParsers = argparse._SubParsersAction
 
@@ -89,7 +89,8 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def _add_problems(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("problems and grading")
-    group.add_argument("--reward", choices=TASK_REWARDS, default=TASK_REWARDS[0], help="default: %(default)s")
+    judges = [name for name, entry in REWARDS.items() if entry.judges_answers]
+    group.add_argument("--reward", choices=judges, default=judges[0], help="default: %(default)s")
     group.add_argument("--limit", type=positive_int, metavar="N", help="the first N problems of each set")
     group.add_argument(
         "--since", type=_date, metavar="YYYY-MM-DD", help="problems dated on this day or later"

@@ -23,10 +23,6 @@ from megatron_rl.recipe.stages import (
 )
 from megatron_rl.recipe.vllm_options import option_problems
 
-# names of `megatron_rl.rewards`, repeated here to check a recipe without torch; a test compares them
-TASK_REWARDS = ("math_answer", "code_tests")
-SHAPING_REWARDS = ("format", "coin")
-
 
 def optimizer_steps(stage: Stage) -> int:
     """Optimizer steps of a whole stage."""
@@ -49,7 +45,6 @@ def stage_problems(stage: Stage, path: str) -> Iterator[Problem]:
         return
     yield from dataset_problems(stage.dataset, f"{path}.dataset")
     yield from template_problems(stage.prompt_template, f"{path}.prompt_template")
-    yield from _reward_problems(stage, path)
     yield from _batch_problems(stage, path)
     yield from _sampling_problems(stage, path)
     yield from algorithm_problems(stage.algorithm, f"{path}.algorithm")
@@ -117,26 +112,6 @@ def _schedule_problems(
         yield Problem(
             f"{path}.schedule.min_lr",
             f"got {schedule.min_lr}, which a constant schedule does not use; remove it or set schedule.kind",
-        )
-
-
-def _reward_problems(stage: RlStage, path: str) -> Iterator[Problem]:
-    known = TASK_REWARDS + SHAPING_REWARDS
-    for name in stage.rewards:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; known rewards: {', '.join(known)}"
-            yield Problem(f"{path}.rewards.{name}", f"unknown reward{hint}")
-    judges = [name for name in stage.rewards if name in TASK_REWARDS]
-    if not judges:
-        yield Problem(
-            f"{path}.rewards",
-            f"no reward judges the answer; add one of {', '.join(TASK_REWARDS)}, such as math_answer: 1.0",
-        )
-    elif len(judges) > 1:
-        yield Problem(
-            f"{path}.rewards",
-            f"{' and '.join(judges)} both judge the answer, and a response has one verdict; keep one, and give the "
-            "other's prompts a stage of their own",
         )
 
 

@@ -20,6 +20,7 @@ from megatron_rl.recipe.checks import nearest_multiples, optimizer_steps, stage_
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.problems import Problem, raise_problems
 from megatron_rl.recipe.profile_checks import profile_problems
+from megatron_rl.recipe.reward_checks import reward_problems
 from megatron_rl.recipe.schema import LayoutConfig, Recipe
 from megatron_rl.recipe.stages import RlStage, SftStage, Stage
 from megatron_rl.recipe.tracking import tracking_problems
@@ -95,6 +96,7 @@ def check_recipe(
     for i, stage in enumerate(recipe.stages):
         path = f"stages.{i}"
         problems += stage_problems(stage, path)
+        problems += reward_problems(stage, path)
         problems += _routing_problems(stage, path, recipe)
         reference = list(_reference_problems(stage, f"{path}.algorithm.kl.reference", spec))
         if planned and reference and not _has_reference(stage):

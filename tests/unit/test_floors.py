@@ -23,6 +23,7 @@ FLOORS = {
     "megatron_rl.model.splits": 0,
     "megatron_rl_kernels": 0,
     "megatron_rl.recipe.resolve": 1,
+    "megatron_rl.recipe.reward_checks": 1,
     "megatron_rl.recipe.summary": 1,
     "megatron_rl.recipe.transfer": 1,
     "megatron_rl.estimate": 1,

@@ -8,7 +8,6 @@ import pytest
 
 from megatron_rl.errors import RecipeError
 from megatron_rl.model.spec import ModelSpec, MoeSpec
-from megatron_rl.recipe.checks import SHAPING_REWARDS, TASK_REWARDS
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
 from megatron_rl.recipe.summary import summary_table
@@ -244,10 +243,15 @@ def test_default_clip_options_fit_every_surrogate(recipe, surrogate):
     check_recipe(load_recipe(recipe, [f"stages.1.algorithm.surrogate={surrogate}"]), world_size=1)
 
 
-def test_reward_names_of_recipes_are_those_of_the_reward_code():
+def test_an_entry_in_the_table_of_rewards_is_all_that_a_recipe_needs_to_name_it(recipe, monkeypatch):
     from megatron_rl.rewards import REWARDS
 
-    assert set(TASK_REWARDS + SHAPING_REWARDS) == set(REWARDS)
+    override = "stages.1.rewards={math_answer: 1.0, brevity: 0.2}"
+    assert set(problems(recipe, override)) == {"stages.1.rewards.brevity"}
+    monkeypatch.setitem(REWARDS, "brevity", REWARDS["format"])
+    check_recipe(load_recipe(recipe, [override]), world_size=1)
+    monkeypatch.setitem(REWARDS, "brevity", REWARDS["math_answer"])
+    assert "both judge" in problems(recipe, override)["stages.1.rewards"]
 
 
 def test_max_positions_of_the_recipe_stand_in_place_of_the_models(recipe):
@@ -265,14 +269,19 @@ def test_one_name_of_an_evaluation_set_means_one_file(recipe):
     recipe.write_text(f"{head}  - kind: rl{stage}  - kind: rl{second}checkpoint:{rest}")
     found = problems(recipe)
     assert set(found) == {"stages.2.eval.sets.heldout"}
-    assert "stages.1.eval.sets.heldout of the same name is heldout.jsonl" in found["stages.2.eval.sets.heldout"]
+    assert (
+        "stages.1.eval.sets.heldout of the same name is heldout.jsonl" in found["stages.2.eval.sets.heldout"]
+    )
 
 
 def test_a_profile_of_steps_that_the_run_does_not_have_is_a_problem(recipe):
     total = sum(
-        getattr(stage, "steps", 0) or getattr(stage, "iterations", 0) for stage in load_recipe(recipe).recipe.stages
+        getattr(stage, "steps", 0) or getattr(stage, "iterations", 0)
+        for stage in load_recipe(recipe).recipe.stages
     )
     found = problems(recipe, f"run.profile={{first_step: {total + 1}}}")
-    assert found["run.profile.first_step"].startswith(f"got {total + 1}, but the run has {total} steps over its stages")
+    assert found["run.profile.first_step"].startswith(
+        f"got {total + 1}, but the run has {total} steps over its stages"
+    )
     loaded = load_recipe(recipe, [f"run.profile={{first_step: {total}, steps: 9}}"])
     assert check_recipe(loaded, world_size=1).layout.dp == 1
