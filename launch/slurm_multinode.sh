@@ -8,7 +8,8 @@
 #   --run-dir DIR       on a file system that all nodes share (default: runs/RECIPE-JOBID)
 #   --dry-run           print every command and start nothing, also without slurm: --nodes N then says how many (2)
 # Engine nodes run `megatron-rl engine`: every RL stage gets their names as engine.hosts, and as engine.secret_file a
-# fresh secret. Say how many engines: stages.*.engine.replicas=16. They end with the trainers, however those do.
+# fresh secret. Say how many engines: stages.*.engine.replicas=4 of engine.tp 4 fill two nodes of 8 GPUs. They end with
+# the trainers, however those do.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 source "$root/launch/stopping.sh"

@@ -15,7 +15,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.problems import Problem
 from megatron_rl.recipe.resolve import longest_sample
 from megatron_rl.recipe.schema import ModelConfig, Recipe
-from megatron_rl.recipe.stages import RlStage, Stage
+from megatron_rl.recipe.stages import EngineConfig, RlStage, Stage
 from megatron_rl.reshard.plan_text import size_text
 
 
@@ -50,7 +50,28 @@ def memory_problems(
             gpus_per_node=gpus_per_node,
             sleeps=sleeps or takes_turns(stage),
         )
+        if isinstance(stage, RlStage):
+            problems += _place_problems(stage.engine, f"stages.{index}.engine", gpus_per_node)
     return problems
+
+
+def _place_problems(engine: EngineConfig, path: str, gpus_per_node: int) -> Iterator[Problem]:
+    """Engines that have no GPUs; without hosts nothing in a recipe says how many machines there are."""
+    if engine.tp > gpus_per_node:
+        yield Problem(
+            f"{path}.tp",
+            f"got {engine.tp}, but an engine runs on one machine, which has {gpus_per_node} GPUs; use at most "
+            f"{gpus_per_node}",
+        )
+    elif engine.hosts:
+        hosts, most = len(engine.hosts), gpus_per_node // engine.tp
+        busiest = -(-engine.replicas // hosts)
+        if busiest > most:
+            yield Problem(
+                f"{path}.replicas",
+                f"got {engine.replicas} of tp {engine.tp} on {hosts} host{'s' * (hosts > 1)}, of which one would run "
+                f"{busiest} on {gpus_per_node} GPUs; use at most {most * hosts}, or name more of engine.hosts",
+            )
 
 
 def _stage_problems(

@@ -58,7 +58,8 @@ def _engine_rows(
     concurrent, tokens = stage.engine.max_concurrent, mean_tokens or memory.longest
     wanted = smallest_fraction(engine, capacity, sequences=concurrent, tokens=tokens)
     which = f"{concurrent} sequences of {tokens:,} tokens"
-    rows.append(("  fraction for max_concurrent", f"{wanted:g} would hold {which}"))
+    note = ", more than a GPU has: the others wait" if wanted > 1 else ""
+    rows.append(("  fraction for max_concurrent", f"{wanted:g} would hold {which}{note}"))
     tight = beside_engine(memory)
     if tight is not None:
         turns = "they take turns" if memory.sleeps else "both at once"

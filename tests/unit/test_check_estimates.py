@@ -1,6 +1,7 @@
 """`check` as a planner uses it: a machine type, no model and no data on the disk."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -117,10 +118,31 @@ def test_more_replicas_and_more_memory_shorten_generation(capsys):
 
 
 def test_engines_on_other_machines_count_as_gpus_of_their_own(capsys):
-    hosts = "stages.0.engine.hosts=[10.0.0.1:4000]"
+    hosts = f"stages.0.engine.hosts=[{', '.join(f'10.0.0.{i}:4000' for i in range(8))}]"
     secret = "stages.0.engine.secret_file=secret"
     time = data_of(capsys, MATH, *PLAN, hosts, secret)["estimate"]["time"][0]
     assert (time["num_gpus"], time["engine_gpus"]) == (128, 64)
+
+
+def test_engines_that_have_no_gpus_are_problems(capsys):
+    hosts = ["stages.0.engine.hosts=[10.0.0.1:4000, 10.0.0.2:4000]", "stages.0.engine.secret_file=secret"]
+    text = error_of(capsys, MATH, *PLAN, *hosts)
+    assert "1 problem" in text and "stages.0.engine.replicas" in text
+    assert "got 16 of tp 4 on 2 hosts, of which one would run 8 on 8 GPUs; use at most 4" in text
+    text = error_of(capsys, MATH, *PLAN, "stages.0.engine.tp=16", "stages.0.engine.replicas=4")
+    assert "stages.0.engine.tp" in text and "an engine runs on one machine, which has 8 GPUs" in text
+
+
+def test_engines_of_the_cluster_page_fit_the_nodes_that_it_gives_them(capsys):
+    page = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
+    (nodes, engine_nodes, replicas), *others = re.findall(
+        r"slurm\.sbatch .*--nodes (\d+) --engine-nodes (\d+) \S*math_rl\.yaml '(\S+)'", page
+    )
+    assert others == []
+    hosts = ", ".join(f"node{i}:10000" for i in range(int(nodes) - int(engine_nodes), int(nodes)))
+    given = [replicas, f"stages.*.engine.hosts=[{hosts}]", "stages.*.engine.secret_file=secret"]
+    time = data_of(capsys, MATH, *PLAN, *given)["estimate"]["time"][0]
+    assert (time["num_gpus"], time["engine_gpus"]) == (8 * int(nodes), 8 * int(engine_nodes))
 
 
 def test_a_wrong_machine_type_or_model_is_answered_with_the_known_ones(capsys):
