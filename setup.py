@@ -63,7 +63,7 @@ setup(
         ],
     },
     entry_points={
-        "console_scripts": ["megatron-rl = megatron_rl.cli:main"],
+        "console_scripts": ["megatron-rl = megatron_rl.cli:run"],
         "vllm.general_plugins": ["megatron_rl = megatron_rl.rollout.vllm_plugin:register"],
     },
 )

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_rl import __version__
 from megatron_rl.arguments import add_recipe, positive_int
@@ -18,6 +19,7 @@ from megatron_rl.data.command import add_data
 from megatron_rl.errors import LostPeerError, MegatronRLError
 from megatron_rl.estimate.command import add_check
 from megatron_rl.evaluation.arguments import add_eval
+from megatron_rl.platform.process import run_process
 from megatron_rl.recipe.hosts import HostPort, parse_host_port
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
@@ -31,6 +33,11 @@ from megatron_rl.verify.arguments import add_verify
 LOST_PEER, USER_ERROR, INTERRUPTED = 1, 2, 130
 # what a disk or its owner refuses; without a file name, other OS errors are ours (a lost connection, a bad handle)
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+
+
+def run() -> NoReturn:
+    """The `megatron-rl` command: the whole of this process."""
+    run_process(main)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -40,6 +40,7 @@ from megatron_rl.model.safetensors_file import SafetensorsWriter
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.platform.process import run_process
 from megatron_rl.platform.quiet import silence_library_warnings
 from megatron_rl.train.launcher import free_port
 
@@ -238,4 +239,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megatron_rl.arguments import positive_int
 from megatron_rl.errors import LostPeerError, MegatronRLError
+from megatron_rl.platform.process import run_process
 from megatron_rl.reshard.plan_text import size_text
 from megatron_rl.train import launcher, rank_process
 from megatron_rl.verify.layouts import layout_text, parse_layout
@@ -170,4 +171,4 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)

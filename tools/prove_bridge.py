@@ -31,6 +31,7 @@ from megatron_rl.arguments import positive_int
 from megatron_rl.errors import LostPeerError, MegatronRLError, ModelError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.platform.process import run_process
 from megatron_rl.reshard.tables import check_target
 from megatron_rl.train import launcher, rank_process
 from megatron_rl.verify.place import deadline
@@ -315,4 +316,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)

@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 from megatron_rl.errors import LostPeerError, MegatronRLError
+from megatron_rl.platform.process import run_process
 from megatron_rl.train import launcher, rank_process
 from megatron_rl.verify.jobs import LayoutJob, ParityJob
 from megatron_rl.verify.table import NOT_RUN
@@ -64,4 +65,4 @@ def _run(job: object, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    run_process(lambda: main(sys.argv[1]))

@@ -15,24 +15,30 @@ RANK = """
 import os, sys, time
 from datetime import timedelta
 from pathlib import Path
+from megatron_rl.platform.process import run_process
 from megatron_rl.train.rank_process import RankProcess, report_failure
-process = RankProcess(Path("."), stop_grace_s=20.0)
-import torch.distributed as dist
-from megatron_rl.errors import LostPeerError
-from megatron_rl.parallel.collectives import all_gather_object
-from megatron_rl.train.watchdog import Watchdog
-rank, port = process.place.rank, int(os.environ["MASTER_PORT"])
-dist.init_process_group(
-    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
-)
-all_gather_object(rank)
-try:
-    with Watchdog(process, address="127.0.0.1", port=port, silence_timeout_s=2.0):
-        BODY
-except LostPeerError as error:
-    report_failure(str(error), exit_code=1, is_consequence=True)
-    sys.exit(1)
-process.close()
+
+def main():
+    process = RankProcess(Path("."), stop_grace_s=20.0)
+    import torch.distributed as dist
+    from megatron_rl.errors import LostPeerError
+    from megatron_rl.parallel.collectives import all_gather_object
+    from megatron_rl.train.watchdog import Watchdog
+    rank, port = process.place.rank, int(os.environ["MASTER_PORT"])
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    all_gather_object(rank)
+    try:
+        with Watchdog(process, address="127.0.0.1", port=port, silence_timeout_s=2.0):
+            BODY
+    except LostPeerError as error:
+        report_failure(str(error), exit_code=1, is_consequence=True)
+        return 1
+    process.close()
+    return 0
+
+run_process(main)
 """
 
 PARENT = """
@@ -44,7 +50,7 @@ sys.exit(launch_local([sys.executable, "rank.py"], nproc=2, log_dir=Path("logs")
 
 
 def run(directory: Path, body: str, *, timeout_s: float) -> tuple[int, str]:
-    body = textwrap.indent(textwrap.dedent(body), " " * 8).strip()
+    body = textwrap.indent(textwrap.dedent(body), " " * 12).strip()
     (directory / "rank.py").write_text(RANK.replace("TIMEOUT_S", str(timeout_s)).replace("BODY", body))
     (directory / "parent.py").write_text(PARENT)
     done = subprocess.run(
