@@ -20,6 +20,7 @@ Figure = dict[str, Any]
 # how a mark looks above a curve: its line and its sign
 _MARKS = {
     "stage": ("solid", ""),
+    "window": ("dot", "▸"),
     "resume": ("dash", "↻"),
     "restart": ("dot", "✕"),
     "promotion": ("dashdot", "★"),

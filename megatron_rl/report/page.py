@@ -193,8 +193,8 @@ def _subtitle(sources: Sequence[Source]) -> str:
 
 def _footer() -> str:
     return (
-        "Vertical lines: a stage begins (solid), ↻ resumed, ✕ an engine or grader restarted, ★ a curriculum window "
-        "ended early. Pale under a line: the values, under their moving mean. Of curves with more than "
+        "Vertical lines: a stage begins (solid), ▸ the next curriculum window, ★ one that ended early, ↻ resumed, ✕ an "
+        "engine or grader restarted. Pale under a line: the values, under their moving mean. Of curves with more than "
         f"{MAX_POINTS} points the ends are shown, and of equal stretches the smallest and the largest; heat maps and "
         "rollouts are of evenly spread iterations."
     )

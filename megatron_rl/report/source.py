@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.recipe.read_resolved import Setting, read_resolved
+from megatron_rl.report.windows import window_starts
 from megatron_rl.train.files import read_jsonl
 from megatron_rl.train.records import PARITY_FILE, STARTS_FILE
 from megatron_rl.train.run_data import RunData, read_run
@@ -17,7 +18,7 @@ from megatron_rl.train.run_data import RunData, read_run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """Something that happened at a step: `kind` is stage, resume, restart or promotion."""
+    """Something that happened at a step: `kind` is stage, window, resume, restart or promotion."""
 
     step: float
     kind: str
@@ -58,12 +59,14 @@ def short_names(run_dirs: Sequence[Path]) -> list[str]:
 
 def _read(run_dir: Path, name: str) -> Source:
     run = read_run(run_dir)
+    settings = read_resolved(run.recipe)
+    windows = [Mark(step=step, kind="window", text=text) for step, text in window_starts(settings, run.lines)]
     return Source(
         name=name,
         run=run,
-        settings=read_resolved(run.recipe),
+        settings=settings,
         syncs=_syncs(run_dir / PARITY_FILE),
-        marks=sorted(_marks(run), key=lambda mark: mark.step),
+        marks=sorted([*_marks(run), *windows], key=lambda mark: mark.step),
     )
 
 
