@@ -161,7 +161,7 @@ def _engine(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from megatron_rl.report.page import write_report
 
-    print(write_report(args.run_dirs, args.out))
+    print(write_report(args.run_dirs, args.out, say=lambda line: print(line, file=sys.stderr)))
     return 0
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,6 +13,36 @@ from megatron_rl.evaluation.statistics import Estimate, estimate, pass_at_k, per
 
 # verdicts of a sample that gave nothing to compare, and of one that the grader failed on
 NO_ANSWER, UNGRADED = ("no_answer", "truncated"), ("bad_gold", "error", "timeout")
+
+
+def _count(value: Any) -> int:
+    """A whole number that a float can hold to the last digit."""
+    if not 0 <= (count := operator.index(value)) <= 2**53:
+        raise ValueError(f"got {str(count)[:20]}, must be 0 or more")
+    return count
+
+
+def _counts(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(map(_count, values))
+
+
+def _number_or_none(value: Any) -> float | None:
+    if value is not None and not abs(value) <= sys.float_info.max:
+        raise ValueError(f"got {str(value)[:20]}, must be a finite number")
+    return value
+
+
+# how each field of a problem is read back; others are text
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "num_correct": _count,
+    "num_samples": _count,
+    "num_truncated": _count,
+    "difficulty": _number_or_none,
+    "verdicts": lambda found: {str(name): _count(count) for name, count in found.items()},
+    "answer_classes": _counts,
+    "consensus": _number_or_none,
+    "response_tokens": _counts,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,11 +65,12 @@ class EvalProblem:
 
     @staticmethod
     def from_json(plain: Mapping[str, Any]) -> EvalProblem:
-        lists = ("answer_classes", "response_tokens")
-        values: dict[str, Any] = {
-            key: tuple(value) if key in lists else value for key, value in plain.items()
-        }
-        return EvalProblem(**values)
+        """The inverse of `asdict`. Raises ValueError, TypeError or AttributeError for what that never gives."""
+        values = {name: _READ.get(name, str)(value) for name, value in plain.items()}
+        problem = EvalProblem(**values)
+        if not 0 <= problem.num_correct <= problem.num_samples or not problem.num_samples:
+            raise ValueError(f"{problem.num_correct} right of {problem.num_samples} samples")
+        return problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,15 +188,22 @@ class EvalResult:
 
     @staticmethod
     def from_json(line: Mapping[str, Any]) -> EvalResult:
-        """The inverse of `to_json`; lines of runs from before a field existed have its default."""
-        return EvalResult(
-            name=line["set"],
-            iteration=line["iteration"],
-            samples=line["k"],
+        """The inverse of `to_json`; lines of runs from before a field existed have its default.
+
+        Raises ValueError, KeyError, TypeError or AttributeError for what `to_json` never gives.
+        """
+        result = EvalResult(
+            name=str(line["set"]),
+            iteration=_count(line["iteration"]),
+            samples=_count(line["k"]),
             problems=tuple(EvalProblem.from_json(problem) for problem in line["problems"]),
-            weight_version=line["weight_version"],
-            pass_at=tuple(line.get("pass_at", ())),
+            weight_version=operator.index(line["weight_version"]),
+            pass_at=_counts(line.get("pass_at", ())),
         )
+        fewest = min((problem.num_samples for problem in result.problems), default=result.samples)
+        if not all(1 <= k <= fewest for k in result.pass_at):
+            raise ValueError(f"pass_at {list(result.pass_at)} of {fewest} samples")
+        return result
 
     def _share(self, count: int) -> float:
         return count / self.num_samples if self.num_samples else 0.0

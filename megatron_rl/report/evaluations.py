@@ -7,8 +7,9 @@ from typing import Any
 
 from megatron_rl.evaluation.statistics import Estimate
 from megatron_rl.report.figures import Card, Style, curve, legend, plain, step_layout
-from megatron_rl.report.series import is_finite, spread
+from megatron_rl.report.series import spread
 from megatron_rl.report.source import Source
+from megatron_rl.train.files import is_finite
 from megatron_rl.train.run_data import EvalPoint
 
 _MAX_EVALS = 200

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from megatron_rl.report.series import is_finite, moving_mean, points, rounded, spread, thin
+from megatron_rl.report.series import moving_mean, points, rounded, spread, thin
 from megatron_rl.report.source import Mark, Source
 from megatron_rl.report.style import DASHES, MARK_COLOUR, band_colour, colour
 
@@ -79,8 +79,7 @@ def curves(chart: Chart, sources: Sequence[Source]) -> Card | None:
             stages = [str(lines[i]["stage"]) for i in kept]
             band = None
             if is_alone and name in chart.bands:
-                widths = [lines[i].get(chart.bands[name]) for i in kept]
-                band = [float(one) if is_finite(one) else 0.0 for one in widths]
+                band = [float(lines[i].get(chart.bands[name], 0.0)) for i in kept]
             if len(kept) > _MAX_CLEAR and not chart.is_exact:
                 traces += noisy_curve(steps, values, band, style, hover=hover, stages=stages)
             else:
@@ -208,20 +207,20 @@ def noisy_curve(
     )
     means: list[float] = []
     widths: list[float] = []
-    for piece in _pieces(stages):
-        window = max(5, len(ys) // _WINDOWS)
-        means += moving_mean(ys[piece.start : piece.stop], window)
-        widths += moving_mean(band[piece.start : piece.stop], window) if band is not None else []
     kept = spread(len(ys), _MEANS)
-    at = [stages[i] for i in kept]
+    window = max(5, len(ys) // _WINDOWS)
+    for piece in _pieces(stages):
+        inside = [i - piece.start for i in kept if i in piece]
+        means += moving_mean(ys[piece.start : piece.stop], window, inside)
+        widths += moving_mean(band[piece.start : piece.stop], window, inside) if band is not None else []
     smooth = list(
         curve(
             [xs[i] for i in kept],
-            [means[i] for i in kept],
-            [widths[i] for i in kept] if band is not None else None,
+            means,
+            widths if band is not None else None,
             style,
             hover=hover,
-            stages=at,
+            stages=[stages[i] for i in kept],
         )
     )
     yield from smooth[:-1]

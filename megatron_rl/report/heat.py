@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 from megatron_rl.report.evaluations import set_names
 from megatron_rl.report.figures import Card, plain
 from megatron_rl.report.series import rounded, spread
-from megatron_rl.report.source import Source, is_number
+from megatron_rl.report.source import Source
+from megatron_rl.train.files import is_finite, read_some_jsonl
 
 _MAX_FILES = 60  # of rollouts, of each run
 _MAX_BYTES = 4 * 2**20  # read of each
@@ -42,8 +42,8 @@ def _of_rollouts(folder: Path) -> tuple[list[float], Cells] | None:
     chosen = [files[index] for index in spread(len(files), _MAX_FILES)]
     cells: Cells = {}
     for column, (_, path) in enumerate(chosen):
-        for line in read_some(path, _MAX_BYTES):
-            if is_number(line.get("difficulty")):
+        for line in read_some(path, _MAX_BYTES)[0]:
+            if is_finite(line.get("difficulty")):
                 cell = cells.setdefault((column, float(line["difficulty"])), [0.0, 0.0])
                 cell[0] += line.get("verdict") == "correct"
                 cell[1] += 1
@@ -125,20 +125,10 @@ def rollout_files(folder: Path, prefix: str = "iter_") -> list[tuple[int, Path]]
     return sorted((int(number), path) for number, path in numbers if number.isdecimal())
 
 
-def read_some(path: Path, max_bytes: int) -> list[dict[str, Any]]:
-    """Whole lines among the first `max_bytes`; what is no JSON object, and a file that went, is passed over."""
+def read_some(path: Path, max_bytes: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Objects of whole lines among the first `max_bytes`, and what is wrong with other lines or the file."""
     try:
-        with path.open("rb") as stream:
-            raw = stream.read(max_bytes)
-    except OSError:
-        return []
-    found = []
-    # what follows the last line break was cut or never finished
-    for text in raw.split(b"\n")[:-1]:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            found.append(line)
-    return found
+        found, faults = read_some_jsonl(path, max_bytes=max_bytes)
+    except OSError as error:
+        return [], [f"{path}: cannot be read ({error.strerror or error})"]
+    return [line for _, line in found], faults

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -18,10 +18,11 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from megatron_rl.errors import DataError
 from megatron_rl.report import tables
 from megatron_rl.report.charts import sections
 from megatron_rl.report.figures import Card, Chart, Figure, curves, plain
-from megatron_rl.report.reader import choose_rollouts
+from megatron_rl.report.reader import Reading, choose_rollouts
 from megatron_rl.report.series import MAX_POINTS
 from megatron_rl.report.source import Source, read_sources
 from megatron_rl.report.style import NUM_COLOURS, colour_classes, dark_colours
@@ -29,25 +30,40 @@ from megatron_rl.train.files import write_atomically
 
 REPORT_FILE = "report.html"
 _MAX_METRICS = 250  # to choose from by name
+_MAX_FAULTS = 20  # named
 _ASSETS = files("megatron_rl.report") / "assets"
 
 
-def write_report(run_dirs: Path | str | Sequence[Path | str], out: Path | None = None) -> Path:
+def write_report(
+    run_dirs: Path | str | Sequence[Path | str],
+    out: Path | None = None,
+    *,
+    say: Callable[[str], None] | None = None,
+) -> Path:
     """Write what the run directories hold so far as one page, by default into the first of them.
 
-    Raises DataError for a directory that holds no run, or a broken record.
+    `say` is told of each record that cannot be read and is left out, as the page tells. Raises DataError for a
+    directory that holds no run, and for an `out` that is there and is no report.
     """
     folders = [Path(run_dirs)] if isinstance(run_dirs, str | Path) else [Path(one) for one in run_dirs]
+    if out is not None and out.is_file() and out.stat().st_size and not _is_page(out):
+        raise DataError(f"{out}: is there and is no HTML page; write somewhere else, or remove it first")
     path = out or folders[0] / REPORT_FILE
-    write_atomically(path, page(read_sources(folders)).encode("utf-8", errors="xmlcharrefreplace"))
+    sources = read_sources(folders)
+    reading = choose_rollouts(sources)
+    faults = [fault for source in sources for fault in source.faults] + reading.faults
+    if say is not None and faults:
+        for line in _left_out(faults):
+            say(line)
+    write_atomically(path, page(sources, reading, faults).encode("utf-8", errors="xmlcharrefreplace"))
     return path
 
 
-def page(sources: Sequence[Source]) -> str:
+def page(sources: Sequence[Source], reading: Reading, faults: Sequence[str]) -> str:
     """The whole file."""
     found = sections(sources)
     figures: list[Figure] = []
-    body = {"Overview": _overview(sources)}
+    body = {"Overview": _warning(faults) + _overview(sources)}
     for title, cards in found.items():
         shown = "".join(_card(card, figures) for card in cards)
         extra = tables.evaluation_tables(sources[0]) if title == "Evaluation" and len(sources) == 1 else ""
@@ -58,7 +74,6 @@ def page(sources: Sequence[Source]) -> str:
             '<div class="card"><label class="pick note">metric <select id="metric"></select></label>'
             '<div class="plot" id="metric-plot"></div></div>'
         )
-    reading = choose_rollouts(sources)
     rollouts = ""
     if reading.rollouts:
         rollouts = Template(_asset("reader.html")).substitute(note=html.escape(reading.note))
@@ -90,6 +105,26 @@ def page(sources: Sequence[Source]) -> str:
         data=inert_json(data),
         **scripts,
     )
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(15).lower() == b"<!doctype html>"
+
+
+def _left_out(faults: Sequence[str]) -> list[str]:
+    """A line that counts them, and the first of them."""
+    more = [f"and {len(faults) - _MAX_FAULTS:,} more"] if len(faults) > _MAX_FAULTS else []
+    head = f"{len(faults):,} broken record{'s are' if len(faults) > 1 else ' is'} left out"
+    return [head, *faults[:_MAX_FAULTS], *more]
+
+
+def _warning(faults: Sequence[str]) -> str:
+    if not faults:
+        return ""
+    head, *lines = _left_out(faults)
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f'<details class="warning"><summary>{html.escape(head)}</summary><ul>{items}</ul></details>'
 
 
 def inert_json(data: Any) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.report.heat import read_some, rollout_files
-from megatron_rl.report.series import is_finite, rounded, spread
+from megatron_rl.report.series import rounded, spread
 from megatron_rl.report.source import Source
+from megatron_rl.train.files import is_finite
 from megatron_rl.train.records import TOKENS_PREFIX
 
 MAX_ROLLOUTS = 400  # of all runs together
@@ -18,6 +19,7 @@ MAX_TEXT_CHARS = 24_000  # of a prompt, of a completion, of a gold; the middle i
 MAX_TOKENS = 120_000  # shown one by one, of all runs together
 _MAX_BYTES = 16 * 2**20  # read of one file
 _MAX_REASON_CHARS = 2_000
+_COLUMNS = ("rollout_logprobs", "old_logprobs", "logprobs", "clipped")
 _BOUND = f"a page holds at most {MAX_ROLLOUTS:,} rollouts and {MAX_TOKENS:,} of their tokens one by one"
 
 
@@ -27,36 +29,39 @@ class Reading:
 
     rollouts: list[dict[str, Any]]
     note: str
+    faults: list[str]  # lines that could not be read and are left out
 
 
 def choose_rollouts(sources: Sequence[Source], *, most: int = MAX_ROLLOUTS) -> Reading:
     """Evenly spread iterations, the latest among them; in each first those with tokens, then a spread of the rest."""
     found: list[dict[str, Any]] = []
+    faults: list[str] = []
     notes = []
     for number, source in enumerate(sources):
         folder = source.run.run_dir / "rollouts"
         files = rollout_files(folder)
-        chosen = [files[index] for index in spread(len(files), MAX_ITERATIONS)]
+        iterations = min(MAX_ITERATIONS, max(1, most // len(sources)))
+        chosen = [files[index] for index in spread(len(files), iterations)]
         share = max(1, most // len(sources) // max(1, len(chosen)))
         of_run = [
             _rollout(line, tokens, number, iteration)
             for iteration, path in chosen
-            for line, tokens in _of_iteration(path, folder, iteration, share)
+            for line, tokens in _of_iteration(path, folder, iteration, share, faults)
         ]
         found += of_run
         where = f"{source.name}: " if len(sources) > 1 else ""
         notes.append(f"{where}{len(of_run)} rollouts of {len(chosen)} of {len(files)} iterations")
     _drop_tokens_beyond(found, MAX_TOKENS)
-    return Reading(rollouts=found, note=f"{'; '.join(notes)}, evenly spread; {_BOUND}")
+    return Reading(rollouts=found, note=f"{'; '.join(notes)}, evenly spread; {_BOUND}", faults=faults)
 
 
 def _of_iteration(
-    path: Path, folder: Path, iteration: int, share: int
+    path: Path, folder: Path, iteration: int, share: int, faults: list[str]
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any] | None]]:
-    tokens = {
-        _key(line): line for line in read_some(folder / f"{TOKENS_PREFIX}{iteration:06d}.jsonl", _MAX_BYTES)
-    }
-    lines = read_some(path, _MAX_BYTES)
+    of_tokens, broken = read_some(folder / f"{TOKENS_PREFIX}{iteration:06d}.jsonl", _MAX_BYTES)
+    tokens = {_key(line): line for line in of_tokens}
+    lines, also_broken = read_some(path, _MAX_BYTES)
+    faults += broken + also_broken
     # a prompt that was drawn twice in an iteration has its tokens at the first
     detailed = {
         key: index for index, line in reversed(list(enumerate(lines))) if (key := _key(line)) in tokens
@@ -70,8 +75,8 @@ def _of_iteration(
         yield lines[index], tokens[_key(lines[index])] if index in with_tokens else None
 
 
-def _key(line: Mapping[str, Any]) -> tuple[Any, Any]:
-    return line.get("prompt_id"), line.get("sample_index")
+def _key(line: Mapping[str, Any]) -> tuple[str, int | None]:
+    return str(line.get("prompt_id")), _count(line.get("sample_index"))
 
 
 def _rollout(
@@ -83,7 +88,7 @@ def _rollout(
         "run": run,
         "iteration": iteration,
         "id": _text(line.get("prompt_id", "")),
-        "sample": line.get("sample_index"),
+        "sample": _count(line.get("sample_index")),
         "prompt": _text(line.get("prompt", "")),
         "text": _text(line.get("completion", "")),
         "gold": _text(line["gold"]) if line.get("gold") is not None else None,
@@ -94,19 +99,33 @@ def _rollout(
         if isinstance(parts, dict)
         else {},
         "finish": str(line.get("finish", "")),
-        "version": line.get("weight_version"),
+        "version": _count(line.get("weight_version")),
         "difficulty": _number(line.get("difficulty")),
-        "length": line.get("num_tokens"),
+        "length": _count(line.get("num_tokens")),
         "tokens": None if tokens is None else _tokens(tokens),
     }
 
 
-def _tokens(line: Mapping[str, Any]) -> dict[str, Any]:
-    """As the run wrote them: texts, log-probs, ratios and clips of the tokens kept, aligned to each other."""
-    found = {
-        key: line.get(key) for key in ("tokens", "rollout_logprobs", "old_logprobs", "logprobs", "clipped")
+def _tokens(line: Mapping[str, Any]) -> dict[str, Any] | None:
+    """As the run wrote them: texts, log-probs and clips of the tokens kept, aligned to each other."""
+    pieces, gap = line.get("tokens"), line.get("left_out")
+    if not isinstance(pieces, list) or not all(isinstance(piece, str) for piece in pieces):
+        return None
+    found = {name: _column(line.get(name), len(pieces)) for name in _COLUMNS}
+    is_gap = isinstance(gap, list) and len(gap) == 2 and None not in map(_count, gap)
+    return {
+        "tokens": pieces,
+        **found,
+        "left_out": gap if is_gap else None,
+        "advantage": _number(line.get("advantage")),
     }
-    return {**found, "left_out": line.get("left_out"), "advantage": _number(line.get("advantage"))}
+
+
+def _column(values: Any, length: int) -> list[float | None] | None:
+    """A number for each token, null where it was not finite; None for what is not aligned to them."""
+    if not isinstance(values, list) or len(values) != length:
+        return None
+    return [value if is_finite(value) else None for value in values]
 
 
 def _drop_tokens_beyond(rollouts: Sequence[dict[str, Any]], most: int) -> None:
@@ -114,9 +133,13 @@ def _drop_tokens_beyond(rollouts: Sequence[dict[str, Any]], most: int) -> None:
     left = most
     for rollout in sorted(rollouts, key=lambda rollout: -int(rollout["iteration"])):
         if rollout["tokens"] is not None:
-            left -= len(rollout["tokens"]["tokens"] or ())
+            left -= len(rollout["tokens"]["tokens"])
             if left < 0:
                 rollout["tokens"] = None
+
+
+def _count(value: Any) -> int | None:
+    return int(value) if is_finite(value) and value == int(value) else None
 
 
 def _number(value: Any) -> float | None:

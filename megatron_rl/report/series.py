@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, TypeGuard
+from typing import Any
 
 MAX_POINTS = 600  # of one curve
 
 
 def points(lines: Sequence[Mapping[str, Any]], name: str) -> list[int]:
-    """Indices of the lines in which the metric is a finite number."""
-    return [index for index, line in enumerate(lines) if is_finite(line.get(name))]
-
-
-def is_finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Indices of the lines that have the metric."""
+    return [index for index, line in enumerate(lines) if name in line]
 
 
 def thin(values: Sequence[float], most: int = MAX_POINTS) -> list[int]:
@@ -33,11 +29,12 @@ def thin(values: Sequence[float], most: int = MAX_POINTS) -> list[int]:
     return sorted(chosen)
 
 
-def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the `window` values around each, of fewer at the ends."""
+def moving_mean(values: Sequence[float], window: int, at: Sequence[int] | None = None) -> list[float]:
+    """Mean of the `window` values around each, of fewer at the ends; with `at`, around those indices alone."""
     sums = [0.0, *accumulate(values)]
     half = window // 2
-    spans = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
+    around = range(len(values)) if at is None else at
+    spans = [(max(0, i - half), min(len(values), i + half + 1)) for i in around]
     return [(sums[end] - sums[first]) / (end - first) for first, end in spans]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,7 +10,7 @@ from typing import Any
 
 from megatron_rl.recipe.read_resolved import Setting, read_resolved
 from megatron_rl.report.windows import window_starts
-from megatron_rl.train.files import read_jsonl
+from megatron_rl.train.files import is_finite, parse_json, read_some_jsonl
 from megatron_rl.train.records import PARITY_FILE, STARTS_FILE
 from megatron_rl.train.run_data import RunData, read_run
 
@@ -34,10 +33,11 @@ class Source:
     settings: list[Setting]  # of the resolved recipe, in its order
     syncs: list[dict[str, Any]]  # of parity.json
     marks: list[Mark]
+    faults: list[str]  # records that could not be read and are left out
 
 
 def read_sources(run_dirs: Sequence[Path]) -> list[Source]:
-    """The runs in the order given. Raises DataError for a directory that holds none, or a record that is broken."""
+    """The runs in the order given. Raises DataError for a directory that holds none."""
     return [_read(Path(run_dir), name) for run_dir, name in zip(run_dirs, short_names(run_dirs), strict=True)]
 
 
@@ -60,24 +60,39 @@ def short_names(run_dirs: Sequence[Path]) -> list[str]:
 def _read(run_dir: Path, name: str) -> Source:
     run = read_run(run_dir)
     settings = read_resolved(run.recipe)
+    syncs, of_syncs = _syncs(run_dir / PARITY_FILE)
+    starts, of_starts = read_some_jsonl(run_dir / STARTS_FILE)
     windows = [Mark(step=step, kind="window", text=text) for step, text in window_starts(settings, run.lines)]
+    marks = [*_marks(run), *windows, *_resumes([start for _, start in starts])]
     return Source(
         name=name,
         run=run,
         settings=settings,
-        syncs=_syncs(run_dir / PARITY_FILE),
-        marks=sorted([*_marks(run), *windows], key=lambda mark: mark.step),
+        syncs=syncs,
+        marks=sorted(marks, key=lambda mark: mark.step),
+        faults=[*run.faults, *of_syncs, *of_starts],
     )
 
 
-def _syncs(path: Path) -> list[dict[str, Any]]:
-    """Transfers with the gaps that were measured; nothing for a file that an older or another program wrote."""
+def _syncs(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Transfers with the gaps that were measured, and what is wrong with the file."""
+    if not path.exists():
+        return [], []
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return []
+        found = parse_json(path.read_bytes())
+    except ValueError as error:
+        return [], [f"{path}: cannot be read ({error})"]
     entries = found if isinstance(found, list) else []
-    return [entry for entry in entries if isinstance(entry, dict) and is_number(entry.get("step"))]
+    kept = [entry for entry in entries if isinstance(entry, dict) and is_finite(entry.get("step"))]
+    num_left_out = len(entries) - len(kept)
+    return kept, [f"{path}: {num_left_out} entries have no number of step"] if num_left_out else []
+
+
+def _resumes(starts: Sequence[dict[str, Any]]) -> Iterator[Mark]:
+    for start in starts:
+        if is_finite(start.get("step")):
+            text = f"resumed {start.get('time', '')}".strip()
+            yield Mark(step=float(start["step"]), kind="resume", text=text)
 
 
 def _marks(run: RunData) -> Iterator[Mark]:
@@ -88,7 +103,7 @@ def _marks(run: RunData) -> Iterator[Mark]:
             # counted since a stage began or was taken up
             count = line.get(name) or 0
             known = (before.get(name) or 0) if before["stage"] == line["stage"] else 0
-            if is_number(count) and is_number(known) and count > known:
+            if count > known:
                 yield Mark(
                     step=float(line["step"]), kind="restart", text=f"{name.replace('_', ' ')}: {count:g}"
                 )
@@ -96,12 +111,3 @@ def _marks(run: RunData) -> Iterator[Mark]:
         if line.get("curriculum/promoted") == 1:
             window = line.get("curriculum/window") or 0
             yield Mark(step=float(line["step"]), kind="promotion", text=f"window {window:g} ends early")
-    for start in read_jsonl(run.run_dir / STARTS_FILE):
-        if is_number(start.get("step")):
-            yield Mark(
-                step=float(start["step"]), kind="resume", text=f"resumed {start.get('time', '')}".strip()
-            )
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

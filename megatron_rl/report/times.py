@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
 from megatron_rl.report.figures import Card, plain, step_layout
-from megatron_rl.report.series import is_finite, rounded, stretches
+from megatron_rl.report.series import rounded, stretches
 from megatron_rl.report.source import Source
 from megatron_rl.report.style import colour, fill_colour
 
@@ -35,14 +34,14 @@ def _spans(sources: Sequence[Source]) -> list[str]:
 
 
 def _over_steps(source: Source, names: Sequence[str]) -> Card:
-    lines = [line for line in source.run.lines if any(is_finite(line.get(name)) for name in names)]
+    lines = [line for line in source.run.lines if any(name in line for name in names)]
     parts = stretches(len(lines), _MAX_STEPS)
     steps = [float(lines[part[0]]["step"]) for part in parts]
     traces = [
         {
             "type": "scatter",
             "x": steps,
-            "y": [rounded(fmean(_seconds(lines[i], name) for i in part), 4) for part in parts],
+            "y": [rounded(fmean(lines[i].get(name, 0.0) for i in part), 4) for part in parts],
             "mode": "lines",
             "stackgroup": "time",
             "line": {"width": 0.5, "color": colour(index), "shape": "hv"},
@@ -87,14 +86,9 @@ def _means(sources: Sequence[Source], names: Sequence[str]) -> Card:
 
 
 def _mean(source: Source, name: str) -> float | None:
-    lines = [line for line in source.run.lines if is_finite(line.get(_WHOLE))]
+    lines = [line for line in source.run.lines if _WHOLE in line]
     chosen = [line for line in lines if "time/generate_s" in line] or lines
-    return rounded(fmean(_seconds(line, name) for line in chosen), 4) if chosen else 0.0
-
-
-def _seconds(line: Mapping[str, Any], name: str) -> float:
-    value = line.get(name)
-    return float(value) if is_finite(value) else 0.0
+    return rounded(fmean(line.get(name, 0.0) for line in chosen), 4) if chosen else 0.0
 
 
 def _label(name: str) -> str:

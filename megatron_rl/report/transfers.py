@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.report.figures import Card, Style, curve, legend, step_layout
-from megatron_rl.report.series import is_finite, thin
+from megatron_rl.report.series import thin
 from megatron_rl.report.source import Source
 from megatron_rl.report.style import MARK_COLOUR
+from megatron_rl.train.files import is_finite
 
 _GAPS = {"mean": "mean", "99th percentile": "p99", "largest": "max"}
 

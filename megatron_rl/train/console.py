@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -125,7 +126,9 @@ def _is_eval(name: str) -> bool:
 
 
 def format_seconds(seconds: float) -> str:
-    """`45s`, `3m05s`, `2h07m`."""
+    """`45s`, `3m05s`, `2h07m`; `inf` and `nan` as they are."""
+    if not math.isfinite(seconds):
+        return str(seconds)
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"

@@ -190,7 +190,7 @@ class Reporter:
         if self._records is not None:
             self._console.close()
             try:
-                write_report(self._run_dir)
+                write_report(self._run_dir, say=self.say)
             # the run is over and saved: nothing that goes wrong with a page may make it a failed one
             except Exception as error:
                 self.say(f"report.html: not written ({type(error).__name__}: {error}); try megatron-rl report")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,7 @@ from megatron_rl.errors import CheckpointError, DataError
 from megatron_rl.evaluation.result import EvalResult
 from megatron_rl.model.checkpoint_files import CHECKPOINTS_DIR
 from megatron_rl.recipe.schema import Recipe
-from megatron_rl.train.files import read_jsonl
+from megatron_rl.train.files import is_finite, read_jsonl, read_some_jsonl
 from megatron_rl.train.progress import stage_length
 from megatron_rl.train.records import EVAL_FILE, METRICS_FILE, RECIPE_FILE
 
@@ -31,14 +30,15 @@ class EvalPoint:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
     run_dir: Path
-    lines: list[dict[str, Any]]  # of metrics.jsonl, by step
+    # of metrics.jsonl, by step: stage, iteration, step and the metrics that are finite numbers
+    lines: list[dict[str, Any]]
     evals: list[EvalPoint]  # in the order they were made; a repeated one only once
     recipe: str  # recipe.resolved.yaml as text
+    faults: list[str]  # each record that could not be read and is left out
 
     def curve(self, name: str) -> Curve:
         """(step, value) wherever the metric has a finite value."""
-        points = ((line["step"], line.get(name)) for line in self.lines)
-        return [(float(step), float(value)) for step, value in points if isinstance(value, (int, float))]
+        return [(float(line["step"]), float(line[name])) for line in self.lines if name in line]
 
     def stages(self) -> list[str]:
         """Stage names in order of appearance."""
@@ -49,7 +49,7 @@ class RunData:
         totals: dict[str, float] = {}
         for line in self.lines:
             for name, value in line.items():
-                if name.startswith("time/") and name != "time/iteration_s" and value is not None:
+                if name.startswith("time/") and name != "time/iteration_s":
                     totals[name[5:-2]] = totals.get(name[5:-2], 0.0) + float(value)
         return dict(sorted(totals.items(), key=lambda pair: -pair[1]))
 
@@ -62,18 +62,16 @@ class RunData:
 
 
 def read_run(run_dir: Path | str) -> RunData:
-    """Raises DataError for a directory that is none of ours, or for a broken line in it."""
+    """What can be read of a run; `faults` says what cannot. Raises DataError for a directory that holds none."""
     run_dir = Path(run_dir)
     if not (run_dir / METRICS_FILE).exists():
         raise DataError(f"{run_dir}: no {METRICS_FILE} there; give the directory of a run that has begun")
-    try:
-        lines = sorted(read_jsonl(run_dir / METRICS_FILE), key=lambda line: line["step"])
-        evals = _eval_points(read_jsonl(run_dir / EVAL_FILE))
-    except (ValueError, KeyError, TypeError) as fault:
-        raise DataError(f"{run_dir}: a record cannot be read ({type(fault).__name__}: {fault})") from None
+    faults: list[str] = []
+    lines = sorted(_metrics(run_dir / METRICS_FILE, faults), key=lambda line: float(line["step"]))
+    evals = _eval_points(run_dir / EVAL_FILE, faults)
     recipe_path = run_dir / RECIPE_FILE
     recipe = recipe_path.read_text("utf-8", "replace") if recipe_path.exists() else ""
-    return RunData(run_dir=run_dir, lines=lines, evals=evals, recipe=recipe)
+    return RunData(run_dir=run_dir, lines=lines, evals=evals, recipe=recipe, faults=faults)
 
 
 def check_never_saved(run_dir: Path, recipe: Recipe) -> None:
@@ -91,14 +89,33 @@ def check_never_saved(run_dir: Path, recipe: Recipe) -> None:
         )
 
 
-def _eval_points(lines: Iterable[dict[str, Any]]) -> list[EvalPoint]:
+def _metrics(path: Path, faults: list[str]) -> list[dict[str, Any]]:
+    found, broken = read_some_jsonl(path)
+    faults += broken
+    lines = []
+    for place, line in found:
+        if not is_finite(line.get("step")) or not is_finite(line.get("iteration")) or "stage" not in line:
+            faults.append(f"{place}: has no stage, or no number of step or iteration")
+            continue
+        finite = {name: value for name, value in line.items() if is_finite(value)}
+        lines.append({**finite, "stage": str(line["stage"])})
+    return lines
+
+
+def _eval_points(path: Path, faults: list[str]) -> list[EvalPoint]:
     """A resumed run repeats the evaluation it stopped after: the later one counts."""
+    found, broken = read_some_jsonl(path)
+    faults += broken
     points: dict[tuple[str, str, int], EvalPoint] = {}
-    for line in lines:
-        result = EvalResult.from_json(line)
-        points[line.get("stage", ""), result.name, result.iteration] = EvalPoint(
-            step=line["step"], result=result
-        )
+    for place, line in found:
+        try:
+            if not is_finite(step := line["step"]):
+                raise ValueError("step is no number")
+            point = EvalPoint(step=int(step), result=EvalResult.from_json(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as fault:
+            faults.append(f"{place}: is no evaluation ({type(fault).__name__}: {fault})")
+            continue
+        points[str(line.get("stage", "")), point.result.name, point.result.iteration] = point
     return sorted(points.values(), key=lambda point: point.step)
 
 

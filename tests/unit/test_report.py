@@ -1,7 +1,5 @@
 """The page of a run, read as a file: what it holds, that plotly takes its figures, and that nothing in it can run."""
 
-import json
-from html.parser import HTMLParser
 
 import plotly.graph_objects as go
 import pytest
@@ -15,40 +13,7 @@ from megatron_rl.report.series import moving_mean, thin
 from megatron_rl.report.source import short_names
 from megatron_rl.train.records import RunRecords
 from tests.helpers.recorded_run import HOSTILE, RL_ITERATIONS, SFT_STEPS, record_run
-
-VOID = {"meta", "br", "input", "img"}
-
-
-class Page(HTMLParser):
-    """Checks that every tag closes where it should, and collects tags, attributes and texts outside scripts."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.open, self.tags, self.attributes, self.words, self.scripts = [], [], [], [], []
-        self.feed(path.read_text(encoding="utf-8"))
-        self.close()
-        # what HTML lets stay open
-        assert [tag for tag in self.open if tag not in {"li", "p"}] == []
-        self.data = json.loads(self.scripts[0])
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes.extend(attrs)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        (self.scripts if self.open and self.open[-1] == "script" else self.words).append(data)
-
-    @property
-    def text(self):
-        return " ".join(self.words)
-
-    def figure(self, unit):
-        return next(one for one in self.data["figures"] if unit in one["layout"]["yaxis"]["title"]["text"])
+from tests.helpers.report_page import Page
 
 
 @pytest.fixture(scope="module")
@@ -225,13 +190,4 @@ def test_many_difficulties_are_bands_of_equal_shares():
 
 def test_a_directory_without_a_run_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"no metrics\.jsonl there"):
-        write_report(tmp_path)
-
-
-def test_a_broken_record_is_an_error_that_names_the_line(tmp_path):
-    record_run(tmp_path)
-    count = len((tmp_path / "eval.jsonl").read_text().splitlines())
-    with (tmp_path / "eval.jsonl").open("a") as stream:
-        stream.write("{broken\n")
-    with pytest.raises(DataError, match=rf"eval\.jsonl:{count + 1}: cannot be read"):
         write_report(tmp_path)

@@ -165,21 +165,25 @@
     return row;
   }
 
+  const minus = (a, b) => (a ?? null) === null || (b ?? null) === null ? null : a - b;
+
   function tokens(kept) {
     const text = make("pre", "tokens");
     const { tokens: pieces, rollout_logprobs: sampled, old_logprobs: old, logprobs: now, clipped, left_out: gap } = kept;
     pieces.forEach((piece, i) => {
       if (gap && i === gap[0]) text.append(make("span", "note", `\n[… ${gap[1]} tokens left out …]\n`));
-      const mismatch = old && sampled ? old[i] - sampled[i] : null, ratio = now && old ? now[i] - old[i] : null;
+      // null: not recorded, or not a finite number
+      const sample = sampled?.[i] ?? null, mismatch = minus(old?.[i], sample), ratio = minus(now?.[i], old?.[i]);
       const clip = clipped ? clipped[i] : 0;
       const span = make("span", "t", piece);
-      if (view === "logprob" && sampled) span.style.background = opaque(ORANGE, -sampled[i] / FULL.logprob);
+      if (view === "logprob" && sample !== null) span.style.background = opaque(ORANGE, -sample / FULL.logprob);
       const gapOf = view === "ratio" ? ratio : view === "mismatch" ? mismatch : null;
       if (gapOf) span.style.background = opaque(gapOf > 0 ? ORANGE : BLUE, Math.abs(gapOf) / FULL[view]);
       if (view === "clipped" && clip) span.style.background = opaque(clip > 0 ? ORANGE : BLUE, 1);
       if (clip) span.classList.add(clip > 0 ? "high" : "low");
       const facts = [JSON.stringify(piece)];
-      if (sampled) facts.push(`log-prob ${number(sampled[i])}, p ${number(Math.exp(sampled[i]), 3)}`);
+      if (sample !== null) facts.push(`log-prob ${number(sample)}, p ${number(Math.exp(sample), 3)}`);
+      else if (sampled) facts.push("log-prob not finite");
       if (mismatch !== null) facts.push(`trainer / engine ${number(Math.exp(mismatch), 6)}`);
       if (ratio !== null) facts.push(`ratio of the update ${number(Math.exp(ratio), 6)}`);
       if (clip) facts.push(clip > 0 ? "clipped above" : "clipped below");
