@@ -21,6 +21,7 @@ from megatron_rl.model.compare import Comparison, compare_models
 from megatron_rl.model.convert import OpenModel, export_hf, import_hf, open_model
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.platform.quiet import silence_library_warnings
+from megatron_rl.reshard.plan_text import size_text
 from megatron_rl.train.launcher import free_port
 
 SAME, DIFFERENT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -149,7 +150,9 @@ def probe_sequences(spec: ModelSpec) -> list[list[int]]:
 def hf_logits(path: Path, sequences: Sequence[Sequence[int]]) -> Tensor:
     """[T, V] of all sequences. Raises ModelError when transformers does not find every weight, or finds others."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     wrong = {
         what: sorted(map(str, info[what])) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -161,8 +164,8 @@ def hf_logits(path: Path, sequences: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _amount(files: Sequence[Path], began: float) -> str:
-    size = sum(path.stat().st_size for path in files) / GIGABYTE
-    return f"{len(files)} {'file' if len(files) == 1 else 'files'}, {size:.2f} GB, {time.monotonic() - began:.1f} s"
+    size = size_text(sum(path.stat().st_size for path in files))
+    return f"{len(files)} {'file' if len(files) == 1 else 'files'}, {size}, {time.monotonic() - began:.1f} s"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

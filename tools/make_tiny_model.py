@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
 
 from megatron_rl.arguments import positive_int
 from megatron_rl.errors import ModelError
@@ -105,6 +106,7 @@ def write_model(out: Path, config: Qwen2Config, tokenizer: PreTrainedTokenizerFa
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         temporary = Path(scratch) / "model"
+        logging.disable_progress_bar()
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         if out.exists():

@@ -25,10 +25,12 @@ _LENGTHS = {
 def results_text(results: Sequence[EvalResult]) -> str:
     """One column per set: estimates in % with their standard errors over problems, shares of samples, lengths."""
     parts = [_table(results), *(_by_difficulty(result) for result in results if len(result.bands()) > 1)]
+    return "\n\n".join(_text(part) for part in parts)
+
+
+def _text(table: Table) -> str:
     stream = io.StringIO()
-    console = Console(file=stream, width=_WIDTH, color_system=None)
-    for part in parts:
-        console.print(part)
+    Console(file=stream, width=_WIDTH, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines() if line.strip())
 
 
