@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import os
 import re
 import shlex
@@ -111,6 +112,16 @@ def test_estimates_in_the_readme_stand_below_the_command_that_prints_them():
     shown = [block for block in SHELL if "memory of a rank" in block.following]
     assert [str(block.page.name) for block in shown] == ["README.md"]
     assert len(shown[0].commands()) == 1 and "--model-config qwen3-8b" in shown[0].text
+
+
+def test_what_the_readme_asks_a_server_is_a_question_as_the_model_has_learned_them(place: Path):
+    """Another form, such as one that ends in =?, gets a wrong answer."""
+    form = re.compile(r"\d([+-]\d){1,6}")
+    rows = (place / "data/quickstart/train.jsonl").read_text(encoding="utf-8").splitlines()
+    learned = [json.loads(row)["prompt"][0]["content"] for row in rows]
+    assert [text for text in learned if not form.fullmatch(text)] == []
+    asked = re.findall(r'"content": "([^"]*)"', (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert asked and [text for text in asked if not form.fullmatch(text)] == []
 
 
 def _help(*command: str) -> str:
