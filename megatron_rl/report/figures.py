@@ -55,8 +55,8 @@ class Card:
 
 
 def plain(text: str) -> str:
-    """Text as plotly takes it: it reads a few HTML tags."""
-    return html.escape(text, quote=False)
+    """Text as plotly takes it, which reads a few HTML tags, and what stands between two dollars as mathematics."""
+    return html.escape(text, quote=False).replace("$", "&#36;")
 
 
 def curves(chart: Chart, sources: Sequence[Source]) -> Card | None:
@@ -253,6 +253,8 @@ def step_layout(
 ) -> dict[str, Any]:
     """Axes over the steps that `traces` have, with what happened meanwhile."""
     steps = [x for trace in traces for x in trace["x"] if x is not None]
+    # a curve that does not move would get an axis beyond the whole
+    is_part = is_share and all(y is None or y <= 1 for trace in traces for y in trace["y"])
     low, high = min(steps, default=0.0), max(steps, default=1.0)
     pad = max(0.5, 0.02 * (high - low))
     shapes, annotations = _marks(sources)
@@ -263,6 +265,7 @@ def step_layout(
             # 12k tokens, but no micro-nats
             "exponentformat": "SI" if "tokens" in unit else "e",
             **({"tickformat": ".3~%", "rangemode": "nonnegative"} if is_share else {}),
+            **({"autorangeoptions": {"clipmax": 1}} if is_part else {}),
             **({"type": "log", "exponentformat": "power", "nticks": 6} if is_log else {}),
         },
         "shapes": shapes,
@@ -271,8 +274,10 @@ def step_layout(
 
 
 def _marks(sources: Sequence[Source]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    shapes, annotations = [], []
+    shapes: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     for number, source in enumerate(sources):
+        at: dict[float, dict[str, Any]] = {}  # what happened at one step stands side by side
         tone = MARK_COLOUR if len(sources) == 1 else colour(number)
         for mark in _shown(source.marks):
             dash, sign = _MARKS[mark.kind]
@@ -282,19 +287,22 @@ def _marks(sources: Sequence[Source]) -> tuple[list[dict[str, Any]], list[dict[s
                 {"type": "line", "yref": "paper", **ends, "line": line, "opacity": 0.6, "layer": "below"}
             )
             text = plain(mark.text) if mark.kind == "stage" and len(sources) == 1 else sign
-            if text:
-                annotations.append(
-                    {
-                        "x": mark.step,
-                        "y": 1,
-                        "yref": "paper",
-                        "yanchor": "bottom",
-                        "showarrow": False,
-                        "text": text,
-                        "hovertext": plain(f"{source.name}: {mark.text}, step {mark.step:g}"),
-                        "font": {"size": 10, "color": tone},
-                    }
-                )
+            told = plain(f"{source.name}: {mark.text}, step {mark.step:g}")
+            if text and mark.step in at:
+                at[mark.step]["text"] += f" {text}"
+                at[mark.step]["hovertext"] += f"<br>{told}"
+            elif text:
+                at[mark.step] = {
+                    "x": mark.step,
+                    "y": 1,
+                    "yref": "paper",
+                    "yanchor": "bottom",
+                    "showarrow": False,
+                    "text": text,
+                    "hovertext": told,
+                    "font": {"size": 10, "color": tone},
+                }
+        annotations += at.values()
     return shapes, annotations
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Any
 
 from megatron_rl.report.figures import Card, plain, step_layout
 from megatron_rl.report.series import rounded, stretches
@@ -11,6 +12,7 @@ from megatron_rl.report.source import Source
 from megatron_rl.report.style import colour, fill_colour
 
 _MAX_STEPS = 250  # shown; beyond it, means over equal stretches
+_MAX_TICK_CHARS = 24
 _WHOLE = "time/iteration_s"
 
 
@@ -78,11 +80,26 @@ def _means(sources: Sequence[Source], names: Sequence[str]) -> Card:
         "bargap": 0.4,
         "hovermode": "y unified",
         "xaxis": {"title": {"text": "seconds per step"}},
-        # the first run on top; names are as long as they are
-        "yaxis": {"title": {"text": "run"}, "type": "category", "autorange": "reversed", "automargin": True},
+        # the first run on top
+        "yaxis": {
+            "title": {"text": "run"},
+            "type": "category",
+            "autorange": "reversed",
+            "automargin": True,
+            **_short_ticks(sources),
+        },
     }
     note = "mean over RL iterations, over SFT steps for a run without any"
     return Card(title="Time per phase", note=note, figure={"data": traces, "layout": layout})
+
+
+def _short_ticks(sources: Sequence[Source]) -> dict[str, Any]:
+    """Names that would leave no room for bars cut to their ends, which tell runs apart."""
+    names = [source.name for source in sources]
+    if max(map(len, names)) <= _MAX_TICK_CHARS:
+        return {}
+    short = [name if len(name) <= _MAX_TICK_CHARS else f"…{name[1 - _MAX_TICK_CHARS :]}" for name in names]
+    return {"tickmode": "array", "tickvals": list(map(plain, names)), "ticktext": list(map(plain, short))}
 
 
 def _mean(source: Source, name: str) -> float | None:

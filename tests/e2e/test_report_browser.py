@@ -179,6 +179,21 @@ def test_a_dark_page_has_dark_charts_and_a_narrow_one_fits(page):
     assert sum(map(int, page.evaluate(background)[4:-1].split(","))) > 600
 
 
+def test_no_button_sends_a_chart_anywhere_and_a_finger_scrolls(pages, page, reports):
+    page.evaluate("document.querySelector('.plot').scrollIntoView({ behavior: 'instant' })")
+    wait_for(page, "document.querySelector('.plot .modebar-btn')")
+    buttons = page.locator(".plot >> nth=0 >> .modebar-btn").evaluate_all(
+        "all => all.map(one => one.dataset.title)"
+    )
+    assert sorted(buttons) == ["Download plot as a PNG", "Pan", "Reset axes", "Zoom"]
+    touched = pages.open(reports[0], width=420, touch=True)
+    assert_drawn(touched.evaluate(SEE, 2))
+    # nothing hovers there: they would lie on the curves for good
+    assert touched.locator(".modebar-btn").count() == 0
+    assert touched.evaluate("document.querySelector('.js-plotly-plot').layout.dragmode") is False
+    touched.close()
+
+
 def test_two_runs_are_laid_over_each_other_and_told_apart(pages, reports):
     page = pages.open(reports[1])
     assert_drawn(page.evaluate(SEE, 8))

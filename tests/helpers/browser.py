@@ -28,8 +28,12 @@ class Pages:
         self.complaints: list[str] = []
         self.requests: list[str] = []
 
-    def open(self, path: Path, *, width: int = 1366, height: int = 768, scheme: str = "light") -> Any:
-        page = self._browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    def open(
+        self, path: Path, *, width: int = 1366, height: int = 768, scheme: str = "light", touch: bool = False
+    ) -> Any:
+        page = self._browser.new_page(
+            viewport={"width": width, "height": height}, color_scheme=scheme, has_touch=touch, is_mobile=touch
+        )
         page.set_default_timeout(60_000)
         page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))

@@ -1,6 +1,5 @@
 """The page of a run, read as a file: what it holds, that plotly takes its figures, and that nothing in it can run."""
 
-
 import plotly.graph_objects as go
 import pytest
 
@@ -70,7 +69,8 @@ def test_what_happened_is_marked_on_every_curve(page):
     layout = page.figure("reward")["layout"]
     signs = [note["text"] for note in layout["annotations"]]
     # the restart is counted from the start of a stage on, and seen once
-    assert [signs.count(sign) for sign in ("rl1", "rl2", "↻", "✕", "★")] == [1, 1, 1, 2, 1]
+    assert [signs.count(sign) for sign in ("rl1", "rl2 ✕", "↻", "✕", "★")] == [1, 1, 1, 1, 1]
+    assert len({note["x"] for note in layout["annotations"]}) == len(signs), "none lies on another"
     resumed = next(note for note in layout["annotations"] if note["text"] == "↻")
     assert resumed["x"] == SFT_STEPS + RL_ITERATIONS // 2
 
@@ -180,6 +180,14 @@ def test_thinning_keeps_ends_and_extremes():
 def test_a_moving_mean_has_fewer_values_at_the_ends():
     assert moving_mean([0.0, 3.0, 6.0, 3.0], 3) == [1.5, 3.0, 4.0, 4.5]
     assert moving_mean([], 5) == []
+
+
+def test_names_of_runs_too_long_for_their_bars_are_cut_and_told_apart(tmp_path):
+    runs = [record_run(tmp_path / f"{'long-' * 20}{number}", seed=number) for number in (1, 2)]
+    page = Page(write_report(runs, tmp_path / "both.html"))
+    axis = page.figure("run")["layout"]["yaxis"]
+    assert [len(tick) for tick in axis["ticktext"]] == [24, 24]
+    assert [tick[-6:] for tick in axis["ticktext"]] == ["long-1", "long-2"]
 
 
 def test_many_difficulties_are_bands_of_equal_shares():

@@ -2,7 +2,7 @@
 // Draws every chart when it comes near the window, and again when the colour scheme changes.
 const report = (() => {
   const data = JSON.parse(document.getElementById("page-data").textContent);
-  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const dark = matchMedia("(prefers-color-scheme: dark)"), touch = matchMedia("(hover: none)");
   const figures = new Map();
 
   function recoloured(value) {
@@ -23,7 +23,7 @@ const report = (() => {
       ...layout,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, sans-serif", size: 11, color: tone("--text") },
-      margin: { l: 64, r: 12, t: 18, b: 38 }, hovermode: layout.hovermode ?? "x unified",
+      margin: { l: 64, r: 12, t: 18, b: 38 }, hovermode: layout.hovermode ?? "x unified", dragmode: touch.matches ? false : "zoom",
       hoverlabel: { bgcolor: tone("--card"), bordercolor: tone("--line"), font: { color: tone("--text"), size: 11 }, namelength: -1 },
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, itemwidth: 18, font: { size: 11 }, bgcolor: "rgba(0,0,0,0)" },
       modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: tone("--soft"), activecolor: tone("--accent") },
@@ -31,8 +31,11 @@ const report = (() => {
     };
   }
 
-  const options = { displaylogo: false, responsive: true,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"] };
+  // these alone: plotly has one that sends a chart to its maker's server. Where nothing hovers they would lie on the
+  // chart for good, and a finger that zooms could not scroll
+  const options = { displaylogo: false, responsive: true, showSendToCloud: false, plotlyServerURL: "",
+    displayModeBar: touch.matches ? false : "hover",
+    modeBarButtons: [["resetScale2d"], ["zoom2d", "pan2d"], ["toImage"]] };
 
   function draw(place) {
     const figure = figures.get(place);
