@@ -20,7 +20,8 @@ from megatron_rl.recipe import schema, stages
 from megatron_rl.recipe.vllm_options import vllm_options
 from megatron_rl.recipe.yaml_text import parse_value
 from megatron_rl.rewards import REWARDS
-from tests.helpers.pages import PAGES, Block, blocks, code_spans, make_place, run_command
+from tests.helpers.code_cases import CASES
+from tests.helpers.pages import CASES_FILE, PAGES, Block, blocks, code_spans, make_place, run_command
 from tests.helpers.quickstart import ROOT
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -112,6 +113,17 @@ def test_estimates_in_the_readme_stand_below_the_command_that_prints_them():
     shown = [block for block in SHELL if "memory of a rank" in block.following]
     assert [str(block.page.name) for block in shown] == ["README.md"]
     assert len(shown[0].commands()) == 1 and "--model-config qwen3-8b" in shown[0].text
+
+
+def test_the_numbers_of_cases_that_a_page_names_are_those_of_the_tests():
+    text = (ROOT / "docs/numerics.md").read_text(encoding="utf-8")
+    (answers,), (programs,) = (
+        re.findall(r"each of some ([\d,]+) cases", text),
+        re.findall(r"programs: (\d+) ", text),
+    )
+    cases = len((ROOT / "tests/data" / CASES_FILE).read_text(encoding="utf-8").splitlines())
+    assert int(answers.replace(",", "")) == pytest.approx(cases, rel=0.05)
+    assert int(programs) == len(CASES)
 
 
 def test_what_the_readme_asks_a_server_is_a_question_as_the_model_has_learned_them(place: Path):

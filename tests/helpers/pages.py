@@ -29,7 +29,7 @@ _SHORTER = {
     "every_steps: 50": "every_steps: 2",
 }
 _COPIED = ("recipes", "runs", "models", "data")
-_CASES = "math_cases.jsonl"
+CASES_FILE = "math_cases.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,10 +102,10 @@ def _link_tests(there: Path) -> None:
     data = ROOT / "tests" / "data"
     (there / "data").mkdir(parents=True)
     for entry in [*(ROOT / "tests").iterdir(), *data.iterdir()]:
-        if entry not in (data, data / _CASES):
+        if entry not in (data, data / CASES_FILE):
             (there / entry.relative_to(ROOT / "tests")).symlink_to(entry)
-    cases = (data / _CASES).read_text(encoding="utf-8").splitlines(keepends=True)
-    (there / "data" / _CASES).write_text("".join(cases[::30]), encoding="utf-8")
+    cases = (data / CASES_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
+    (there / "data" / CASES_FILE).write_text("".join(cases[::30]), encoding="utf-8")
 
 
 def run_command(command: str, place: Path, *, timeout_s: float = 240.0) -> str:
