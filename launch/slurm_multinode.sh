@@ -49,7 +49,8 @@ trap ask_to_stop TERM USR1 INT
 if ((${#engines[@]})); then
     hosts=("${engines[@]/%/:$((10000 + job % 10000))}")
     overrides=("stages.*.engine.hosts=[$(IFS=,; echo "${hosts[*]}")]"
-        "stages.*.engine.secret_file='${secret//\'/\'\'}'" "${overrides[@]}")
+        "stages.*.engine.secret_file='${secret//\'/\'\'}'"
+        "stages.*.engine.colocated=$([[ -n $is_shared ]] && echo true || echo false)" "${overrides[@]}")
     run bash -c 'umask 077; od -An -N32 -tx1 /dev/urandom | tr -d " \n" >"$0"' "$secret"
     step "${engines[@]}"
     command=("${srun[@]}" --output="$run_dir/logs/engine_host_%N.log" bash "$root/launch/engine.sh" "$stop_file"

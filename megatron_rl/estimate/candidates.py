@@ -13,6 +13,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.resolve import layout_problems, longest_sample
 from megatron_rl.recipe.schema import LayoutConfig, Recipe
 from megatron_rl.recipe.stages import RlStage, Stage
+from megatron_rl.reshard.tables import check_target
 
 _MOST_PP, _MOST_VPP = 16, 4
 _LEAST_COLUMNS = 256  # of a shard of an expert; ours: a tile of a tensor core's product or two
@@ -96,19 +97,30 @@ class EngineChoice:
     replicas: int
     own_gpus: int
 
-    def apply(self, recipe: Recipe, *, memory_fraction: float) -> Recipe:
-        stages = tuple(
-            replace(
-                stage,
-                engine=replace(
-                    stage.engine, tp=self.tp, replicas=self.replicas, gpu_memory_fraction=memory_fraction
-                ),
-            )
-            if isinstance(stage, RlStage)
-            else stage
-            for stage in recipe.stages
-        )
-        return replace(recipe, stages=stages)
+
+def engine_degrees(spec: ModelSpec, *, gpus_per_node: int) -> list[int]:
+    """Every tp that an engine of the model can have on one machine; the first is 1."""
+    degrees = []
+    for tp in divisors(gpus_per_node):
+        try:
+            check_target(spec, tp=tp)
+        except LayoutError:
+            continue
+        degrees.append(tp)
+    return degrees
+
+
+def with_engines_that_split(recipe: Recipe, spec: ModelSpec, *, gpus_per_node: int) -> Recipe:
+    """Engines of the nearest smaller tp where a stage's own is none that the model can be split by."""
+    degrees = engine_degrees(spec, gpus_per_node=gpus_per_node)
+
+    def fitting(stage: Stage) -> Stage:
+        if not isinstance(stage, RlStage) or stage.engine.tp in degrees:
+            return stage
+        tp = max(degree for degree in degrees if degree < stage.engine.tp)
+        return replace(stage, engine=replace(stage.engine, tp=tp))
+
+    return replace(recipe, stages=tuple(map(fitting, recipe.stages)))
 
 
 def engine_choices(tps: Sequence[int], *, num_gpus: int, own_gpus: int) -> Iterator[EngineChoice]:

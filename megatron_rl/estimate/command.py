@@ -49,12 +49,12 @@ def add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     check.add_argument(
         "--response-mean",
-        type=_positive_number,
+        type=_mean_length,
         metavar="TOKENS",
         help="mean length of responses, in SFT of samples (default: a third of the longest allowed)",
     )
     check.add_argument(
-        "--prompt-mean", type=_positive_number, metavar="TOKENS", help="mean length of prompts (default: 200)"
+        "--prompt-mean", type=_mean_length, metavar="TOKENS", help="mean length of prompts (default: 200)"
     )
     check.add_argument(
         "--plan",
@@ -103,15 +103,16 @@ def run_check(args: argparse.Namespace) -> int:
     if found is not None and found.problems and found.suggestions is None:
         # with suggestions the numbers are what was asked for
         raise_problems(loaded.source, found.problems, loaded.places)
+    nodes = {} if hardware is None else {"gpus_per_node": hardware.gpus_per_node}
     if args.json:
-        data = summary_data(loaded, resolved) | _unchecked_data(resolved)
+        data = summary_data(loaded, resolved, **nodes) | _unchecked_data(resolved)
         if found is not None:
             data["estimate"] = estimate_data(found)
         print(json.dumps(data, indent=2))
         return 0
     rows = estimate_rows(found) if found is not None else []
     rows += _unchecked_rows(resolved)
-    print(summary_table(loaded, resolved, more=rows))
+    print(summary_table(loaded, resolved, more=rows, **nodes))
     return 0
 
 
@@ -122,10 +123,10 @@ def _print_suggestions(
     num_gpus = other.layout.world_size
     found = suggest(loaded.recipe, other.spec, hardware, assumed, num_gpus=num_gpus)
     if as_json:
-        data = suggestion_data(found, loaded.recipe, own_s=None)
+        data = suggestion_data(found, loaded.recipe, own_s=None, own_gpus=num_gpus)
         print(json.dumps({"estimate": {"hardware": hardware.name, "suggestions": data}}, indent=2))
         return
-    rows = suggestion_rows(found, loaded.recipe, own_s=None, fits=False, num_gpus=num_gpus)
+    rows = suggestion_rows(found, loaded.recipe, own_s=None, own_gpus=num_gpus, fits=False, num_gpus=num_gpus)
     print(aligned(rows[1:]))
 
 
@@ -147,11 +148,11 @@ def _unchecked_data(resolved: Resolved) -> dict[str, Any]:
     return {"not_checked": {problem.path: problem.text for problem in resolved.unchecked}}
 
 
-def _positive_number(text: str) -> float:
+def _mean_length(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be a number above 0")
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be a number of tokens, at least 1")
     return value

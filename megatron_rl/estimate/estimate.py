@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.estimate.candidates import trainer_choices
+from megatron_rl.estimate.candidates import trainer_choices, with_engines_that_split
 from megatron_rl.estimate.hardware import Hardware
 from megatron_rl.estimate.memory import stage_memory, takes_turns
 from megatron_rl.estimate.memory_problems import memory_problems
@@ -37,6 +37,11 @@ class Estimate:
     num_gpus: int
 
     @property
+    def own_gpus(self) -> int:
+        """Of the trainer, and of engines that have GPUs of their own."""
+        return max(time.step.num_gpus for time in self.times)
+
+    @property
     def total_s(self) -> float:
         """All steps whose number is known; where none is, one step of each stage, as suggestions count."""
         if any(time.steps for time in self.times):
@@ -57,7 +62,14 @@ def build_estimate(
         hardware=hardware,
         assumed=assumed,
         memory=tuple(
-            stage_memory(stage, recipe.model, resolved.spec, resolved.layout, sleeps=takes_turns(stage))
+            stage_memory(
+                stage,
+                recipe.model,
+                resolved.spec,
+                resolved.layout,
+                sleeps=takes_turns(stage),
+                gpus_per_node=hardware.gpus_per_node,
+            )
             for stage in recipe.stages
         ),
         problems=tuple(
@@ -82,6 +94,7 @@ def other_layout(
     recipe = loaded.recipe
     try:
         spec = spec or ModelSpec.from_hf(recipe.model.hf_path, max_positions=recipe.model.max_positions)
+        recipe = with_engines_that_split(recipe, spec, gpus_per_node=hardware.gpus_per_node)
         choices = trainer_choices(recipe, spec, world_size=world_size, gpus_per_node=hardware.gpus_per_node)
         choice = next(choices, None)
         if choice is None:
@@ -102,12 +115,13 @@ def estimate_rows(found: Estimate) -> list[Row]:
         own = memory_rows(memory, stage, memory_gib=found.hardware.memory_gib, mean_tokens=mean)
         rows += [(f"stages.{i}", stage.kind), *((f"  {what}", how_much) for what, how_much in own)]
     rows += [(f"  {problem.path}", problem.text) for problem in found.problems]
-    rows += time_rows(found.times, found.hardware, found.assumed)
+    rows += time_rows(found.times, found.hardware, found.assumed, dtype=found.recipe.model.dtype)
     if found.suggestions is not None:
         rows += suggestion_rows(
             found.suggestions,
             found.recipe,
             own_s=found.total_s,
+            own_gpus=found.own_gpus,
             fits=not found.problems,
             num_gpus=found.num_gpus,
         )
@@ -126,5 +140,7 @@ def estimate_data(found: Estimate) -> dict[str, Any]:
         "time": time_data(found.times, found.assumed),
     }
     if found.suggestions is not None:
-        data["suggestions"] = suggestion_data(found.suggestions, found.recipe, own_s=found.total_s)
+        data["suggestions"] = suggestion_data(
+            found.suggestions, found.recipe, own_s=found.total_s, own_gpus=found.own_gpus
+        )
     return data

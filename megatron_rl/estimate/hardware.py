@@ -8,15 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_rl.errors import RecipeError
 from megatron_rl.recipe.problems import did_you_mean, raise_problems, validation_problems
-from megatron_rl.recipe.types import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, Share, Text
+from megatron_rl.recipe.types import NonNegativeFloat, PositiveInt, Probability, Share, Text
 from megatron_rl.recipe.yaml_text import parse_document
 
 _OWN = Path(__file__).parent / "gpus"
+# bytes in the place of GiB, or operations in that of 10^12 of them, are outside
+Amount = Annotated[
+    float,
+    Field(strict=True, ge=1e-3, le=1e6, allow_inf_nan=False, description="a number from 0.001 to 1,000,000"),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,12 +30,12 @@ class Hardware:
     """One type of machine. The first part is physics, `_frac` and below are what software gets out of it."""
 
     name: Text
-    memory_gib: PositiveFloat  # of one GPU, as its driver reports it
-    bf16_tflops: PositiveFloat  # dense peak of its tensor cores, 10^12 operations per second
-    fp8_tflops: PositiveFloat  # the same for FP8
-    hbm_gb_per_s: PositiveFloat  # own memory, 10^9 bytes per second
-    link_gb_per_s: PositiveFloat  # to other GPUs of the node
-    network_gb_per_s: PositiveFloat  # to other nodes, its share of the node's adapters
+    memory_gib: Amount  # of one GPU, as its driver reports it
+    bf16_tflops: Amount  # dense peak of its tensor cores, 10^12 operations per second
+    fp8_tflops: Amount  # the same for FP8
+    hbm_gb_per_s: Amount  # own memory, 10^9 bytes per second
+    link_gb_per_s: Amount  # to other GPUs of the node
+    network_gb_per_s: Amount  # to other nodes, its share of the node's adapters
     gpus_per_node: PositiveInt
     matmul_frac: Probability  # of the peak, in the matrix products of training and of prompts
     attention_frac: Probability  # of the BF16 peak, in causal attention, forward and backward together

@@ -24,10 +24,10 @@ from megatron_rl.estimate.memory_weights import (
 )
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.recipe.hosts import parse_host_port
 from megatron_rl.recipe.resolve import longest_sample, samples_per_step
 from megatron_rl.recipe.schema import ModelConfig
 from megatron_rl.recipe.stages import RlStage, Stage
+from megatron_rl.recipe.transfer import RANKS_PER_NODE, engine_ranks, is_colocated
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -86,37 +86,28 @@ def stage_memory(
     *,
     device: Device = "gpu",
     sleeps: bool = False,
+    gpus_per_node: int = RANKS_PER_NODE,
 ) -> StageMemory:
     """Of one stage in one layout that splits the model. `sleeps`: engines and trainer take turns on shared GPUs."""
     shape = train_shape(stage, model, spec, layout, device=device)
-    engine = None
+    engine, shared = None, frozenset[int]()
     if isinstance(stage, RlStage) and device == "gpu":
         engine = engine_memory(spec, stage.engine, element_bytes=shape.element_bytes)
+        shared = engine_ranks(stage, layout, gpus_per_node=gpus_per_node)
     return StageMemory(
         kind=stage.kind,
         tokens_per_microbatch=shape.tokens,
         longest=longest_sample(stage),
         ranks=[rank_memory(shape, pp_rank=pp_rank, stage=stage) for pp_rank in range(layout.pp)],
         engine=engine,
-        shared_gpus=shared_gpus(stage) if isinstance(stage, RlStage) else 0,
-        ranks_per_pp=layout.tp * layout.dp,
+        shared_pp=frozenset(rank // (layout.tp * layout.dp) for rank in shared),
         sleeps=sleeps,
     )
 
 
-def shared_gpus(stage: RlStage) -> int:
-    """Without hosts engines run on the first GPUs of the trainer; hosts are taken for machines of their own.
-
-    Engines that generate while it trains have GPUs of their own wherever they are.
-    """
-    engine = stage.engine
-    is_here = stage.overlap == "none" and all(parse_host_port(text).is_loopback() for text in engine.hosts)
-    return engine.tp * engine.replicas if is_here else 0
-
-
 def takes_turns(stage: Stage) -> bool:
     """Whether engines on the trainer's GPUs give their memory back while it works."""
-    return isinstance(stage, RlStage) and shared_gpus(stage) > 0 and stage.engine.sleep
+    return isinstance(stage, RlStage) and is_colocated(stage) and stage.engine.sleep
 
 
 def rank_memory(shape: TrainShape, *, pp_rank: int, stage: Stage | None = None) -> RankMemory:

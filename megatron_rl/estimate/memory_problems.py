@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_rl.errors import LayoutError
+from megatron_rl.estimate.engine_gpus import place_problems
 from megatron_rl.estimate.memory import stage_memory, takes_turns
 from megatron_rl.estimate.memory_fit import beside_engine, largest_fraction, smallest_fraction, tightest
 from megatron_rl.estimate.memory_types import GIB, StageMemory
@@ -15,7 +16,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.problems import Problem
 from megatron_rl.recipe.resolve import longest_sample
 from megatron_rl.recipe.schema import ModelConfig, Recipe
-from megatron_rl.recipe.stages import EngineConfig, RlStage, Stage
+from megatron_rl.recipe.stages import RlStage, Stage
 from megatron_rl.reshard.plan_text import size_text
 
 
@@ -51,34 +52,19 @@ def memory_problems(
             sleeps=sleeps or takes_turns(stage),
         )
         if isinstance(stage, RlStage):
-            problems += _place_problems(stage.engine, f"stages.{index}.engine", gpus_per_node)
-    return problems
-
-
-def _place_problems(engine: EngineConfig, path: str, gpus_per_node: int) -> Iterator[Problem]:
-    """Engines that have no GPUs; without hosts nothing in a recipe says how many machines there are."""
-    if engine.tp > gpus_per_node:
-        yield Problem(
-            f"{path}.tp",
-            f"got {engine.tp}, but an engine runs on one machine, which has {gpus_per_node} GPUs; use at most "
-            f"{gpus_per_node}",
-        )
-    elif engine.hosts:
-        hosts, most = len(engine.hosts), gpus_per_node // engine.tp
-        busiest = -(-engine.replicas // hosts)
-        if busiest > most:
-            yield Problem(
-                f"{path}.replicas",
-                f"got {engine.replicas} of tp {engine.tp} on {hosts} host{'s' * (hosts > 1)}, of which one would run "
-                f"{busiest} on {gpus_per_node} GPUs; use at most {most * hosts}, or name more of engine.hosts",
+            problems += place_problems(
+                stage, f"stages.{index}.engine", layout.world_size, gpus_per_node=gpus_per_node
             )
+    return problems
 
 
 def _stage_problems(
     choice: _Choice, spec: ModelSpec, path: str, *, capacity: int, gpus_per_node: int, sleeps: bool
 ) -> Iterator[Problem]:
     def measure(other: _Choice) -> StageMemory:
-        return stage_memory(other.stage, other.model, spec, other.layout, sleeps=sleeps)
+        return stage_memory(
+            other.stage, other.model, spec, other.layout, sleeps=sleeps, gpus_per_node=gpus_per_node
+        )
 
     memory = measure(choice)
     tight = tightest(memory)

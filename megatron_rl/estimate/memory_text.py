@@ -66,13 +66,12 @@ def _engine_rows(
         most = largest_fraction(memory, capacity)
         text = f"at most {most:g}: it needs {size_text(tight.bytes)} in {tight.phase.phase}; {turns}"
         rows.append(("  fraction beside the trainer", text))
-    elif stage.engine.hosts:
-        # nothing in a recipe says whose machines they are
-        everywhere = replace(memory, shared_gpus=memory.ranks_per_pp * len(memory.ranks))
+    elif stage.engine.hosts and stage.engine.colocated is None and stage.overlap == "none":
+        # nothing in the recipe says whose machines they are
+        everywhere = replace(memory, shared_pp=frozenset(range(len(memory.ranks))))
         most = largest_fraction(everywhere, capacity)
-        rows.append(
-            ("  engine.hosts", f"taken for machines of their own; on GPUs of the trainer at most {most:g}")
-        )
+        text = f"taken for machines of their own; if they are the trainer's (engine.colocated: true), at most {most:g}"
+        rows.append(("  engine.hosts", text))
     return rows
 
 

@@ -70,14 +70,13 @@ class StageMemory:
     longest: int  # tokens of the longest sample, prompt and response
     ranks: Sequence[RankMemory]
     engine: EngineMemory | None  # RL on GPUs
-    shared_gpus: int  # of the first trainer ranks, on which engines live too
-    ranks_per_pp: int  # tp * dp
+    shared_pp: frozenset[int]  # pipeline stages of trainer ranks that have an engine worker on their GPU
     sleeps: bool  # engines give their memory back while the trainer works
 
     @property
     def sharing(self) -> Sequence[RankMemory]:
         """Ranks that share their GPU with an engine worker, one of each pipeline stage."""
-        return self.ranks[: -(-self.shared_gpus // self.ranks_per_pp)]
+        return [rank for rank in self.ranks if rank.pp_rank in self.shared_pp]
 
     @property
     def busiest(self) -> RankMemory:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_rl.estimate.generation import Engines
 from megatron_rl.estimate.hardware import Hardware
 from megatron_rl.estimate.lengths import Lengths
-from megatron_rl.estimate.memory import shared_gpus
+from megatron_rl.estimate.memory import ELEMENT_BYTES
 from megatron_rl.estimate.memory_engine import engine_memory
 from megatron_rl.estimate.memory_types import GIB
 from megatron_rl.estimate.timing import RlWork, StepTime, rl_step, sft_step, sync_s, train_pass
@@ -19,7 +19,7 @@ from megatron_rl.recipe.amounts import has_old_logprob_pass, prompts_drawn
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.resolve import Resolved
 from megatron_rl.recipe.stages import EngineConfig, RlStage, SftStage, Stage
-from megatron_rl.recipe.transfer import transfer_summary
+from megatron_rl.recipe.transfer import is_colocated, transfer_summary
 
 RESPONSE_FRAC = 1 / 3  # of the longest allowed, where nobody says the mean: ours, a guess
 PROMPT_TOKENS = 200  # of a problem in its template, where nobody says the mean: ours, of public math sets
@@ -48,6 +48,7 @@ class StageTime:
     mfu: float  # of training: products and attention without recompute, over the BF16 peak
     engine_gpus: int  # 0 for SFT
     is_separate: bool  # whether engines have GPUs of their own
+    num_ranks: int  # of the trainer
 
     @property
     def gpu_hours(self) -> float:
@@ -77,13 +78,20 @@ def stage_times(
             prompt, engine_gpus, is_separate = 0.0, 0, False
         else:
             transfer = transfer_summary(
-                resolved.spec, resolved.layout, stage.engine, dtype=recipe.model.dtype
+                resolved.spec,
+                resolved.layout,
+                stage,
+                dtype=recipe.model.dtype,
+                gpus_per_node=hardware.gpus_per_node,
             )
             load = rl_work(stage, assumed, transfer_s=transfer_time(transfer, hardware))
             lengths, context, prompt = load.lengths, load.context, load.prompt_tokens
-            engines = stage_engines(stage.engine, resolved.spec, hardware)
-            engine_gpus, is_separate = engines.tp * engines.replicas, not shared_gpus(stage)
-            num_gpus = resolved.layout.world_size + (engine_gpus if is_separate else 0)
+            element_bytes = ELEMENT_BYTES[recipe.model.dtype]
+            engines = stage_engines(stage.engine, resolved.spec, hardware, element_bytes=element_bytes)
+            engine_gpus, is_separate = engines.tp * engines.replicas, not is_colocated(stage)
+            # engines may be more than the trainer's processes on its machine
+            both = max(resolved.layout.world_size, engine_gpus)
+            num_gpus = resolved.layout.world_size + engine_gpus if is_separate else both
             step = rl_step(trainer, engines, load, cost=cost, num_gpus=num_gpus)
         times.append(
             StageTime(
@@ -95,6 +103,7 @@ def stage_times(
                 mfu=_mfu(work, step, context, resolved.layout.world_size, hardware),
                 engine_gpus=engine_gpus,
                 is_separate=is_separate,
+                num_ranks=resolved.layout.world_size,
             )
         )
     return tuple(times)
@@ -139,9 +148,11 @@ def transfer_time(transfer: dict[str, Any], hardware: Hardware) -> float:
     return sync_s(hardware, busiest_bytes=busiest, crossing_frac=crossing, buckets=transfer["buckets"])
 
 
-def stage_engines(engine: EngineConfig, spec: ModelSpec, hardware: Hardware) -> Engines:
-    """Engines with the KV cache that their share of the memory leaves them."""
-    memory = engine_memory(spec, engine, element_bytes=2)
+def stage_engines(
+    engine: EngineConfig, spec: ModelSpec, hardware: Hardware, *, element_bytes: int
+) -> Engines:
+    """Engines with the KV cache that their share of the memory leaves them, in the model's dtype."""
+    memory = engine_memory(spec, engine, element_bytes=element_bytes)
     budget = int(hardware.memory_gib * GIB * engine.gpu_memory_fraction)
     return Engines(
         work=model_work(spec),

@@ -7,11 +7,17 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rl.errors import LayoutError
-from megatron_rl.estimate.candidates import EngineChoice, TrainerChoice, engine_choices, trainer_choices
+from megatron_rl.estimate.candidates import (
+    EngineChoice,
+    TrainerChoice,
+    engine_choices,
+    engine_degrees,
+    trainer_choices,
+    with_engines_that_split,
+)
 from megatron_rl.estimate.generation import Engines, generation_time
 from megatron_rl.estimate.hardware import Hardware
-from megatron_rl.estimate.memory import shared_gpus, stage_memory, takes_turns
+from megatron_rl.estimate.memory import ELEMENT_BYTES, stage_memory, takes_turns
 from megatron_rl.estimate.memory_engine import engine_memory
 from megatron_rl.estimate.memory_fit import largest_fraction, tightest
 from megatron_rl.estimate.memory_types import GIB, EngineMemory, StageMemory
@@ -20,11 +26,10 @@ from megatron_rl.estimate.timing import sync_s, train_pass
 from megatron_rl.estimate.training import FORWARD, Trainer, pass_time, update_s
 from megatron_rl.estimate.work import ModelWork, model_work
 from megatron_rl.model.spec import ModelSpec
-from megatron_rl.parallel.degrees import divisors
 from megatron_rl.recipe.resolve import longest_sample
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import RlStage, SftStage
-from megatron_rl.reshard.tables import check_target
+from megatron_rl.recipe.transfer import is_colocated
 
 _SPLITS = (1 / 4, 1 / 2, 3 / 4)  # of the GPUs for engines, where they have their own
 
@@ -77,10 +82,13 @@ class _Search:
         self.weights = [float(steps) for steps in known] if any(known) else [1.0] * len(known)
         self._generated: dict[tuple[EngineChoice, float, int], float] = {}
 
-    def engine_memory(self, choice: EngineChoice) -> EngineMemory:
-        # how many there are changes nothing, so that few have to be counted
-        engine = replace(self.rl[0].engine, tp=choice.tp, replicas=1, hosts=(), gpu_memory_fraction=1.0)
-        return engine_memory(self.spec, engine, element_bytes=2)
+    def engine_memories(self, choice: EngineChoice) -> list[EngineMemory]:
+        """Of the engines of every RL stage."""
+        element_bytes = ELEMENT_BYTES[self.recipe.model.dtype]
+        return [
+            engine_memory(self.spec, replace(stage.engine, tp=choice.tp), element_bytes=element_bytes)
+            for stage in self.rl
+        ]
 
     def generate_s(self, choice: EngineChoice, memory: EngineMemory, fraction: float, number: int) -> float:
         """Seconds of one generation of RL stage `number`; infinite where the cache does not hold one sequence."""
@@ -114,7 +122,9 @@ def suggest(
     recipe: Recipe, spec: ModelSpec, hardware: Hardware, assumed: Assumed, *, num_gpus: int, count: int = 10
 ) -> Suggestions:
     """Every layout on `num_gpus` GPUs: the trainer on all of them and its engines too, or, where the recipe gives those
-    GPUs of their own (`shared_gpus`), the trainer on a part and engines on the rest."""
+    GPUs of their own (`is_colocated`), the trainer on a part and engines on the rest."""
+    # its own may be why there are suggestions
+    recipe = with_engines_that_split(recipe, spec, gpus_per_node=hardware.gpus_per_node)
     search = _Search(recipe, spec, hardware, assumed)
     found = sorted(_all(search, num_gpus), key=lambda s: (s.total_s, not s.fits, s.trainer.layout.pp))
     fitting = [suggestion for suggestion in found if suggestion.fits]
@@ -132,7 +142,7 @@ def _all(search: _Search, num_gpus: int) -> Iterator[Suggestion]:
     """The best engines for each choice of the trainer."""
     for own_gpus in _engine_gpus(search, num_gpus):
         choices = list(engine_choices(_engine_degrees(search), num_gpus=num_gpus, own_gpus=own_gpus))
-        engines = [(choice, search.engine_memory(choice)) for choice in choices] if search.rl else []
+        engines = [(choice, search.engine_memories(choice)) for choice in choices]
         for trainer in trainer_choices(
             search.recipe,
             search.spec,
@@ -143,7 +153,9 @@ def _all(search: _Search, num_gpus: int) -> Iterator[Suggestion]:
             if not search.rl:
                 yield _sft_suggestion(search, trainer, priced)
                 continue
-            options = [_with_engines(search, trainer, priced, choice, memory) for choice, memory in engines]
+            options = [
+                _with_engines(search, trainer, priced, choice, memories) for choice, memories in engines
+            ]
             if options:
                 yield min(options, key=lambda s: (not s.fits, s.total_s))
 
@@ -157,18 +169,11 @@ def _engine_gpus(search: _Search, num_gpus: int) -> list[int]:
     if num_gpus > node:
         own = [gpus // node * node for gpus in own]
     own = sorted({gpus for gpus in own if gpus})
-    return [0] if all(map(shared_gpus, search.rl)) else own
+    return [0] if all(map(is_colocated, search.rl)) else own
 
 
 def _engine_degrees(search: _Search) -> list[int]:
-    degrees = []
-    for tp in divisors(search.hardware.gpus_per_node):
-        try:
-            check_target(search.spec, tp=tp)
-        except LayoutError:
-            continue
-        degrees.append(tp)
-    return degrees
+    return engine_degrees(search.spec, gpus_per_node=search.hardware.gpus_per_node)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +209,14 @@ def _trainer_price(search: _Search, choice: TrainerChoice) -> _TrainerPrice:
         trains.append((one + update_s(trainer)) * updates)
         logprobs.append(scorings * pass_time(trainer, FORWARD, tokens=tokens, context=context).total_s)
         memory.append(
-            stage_memory(stage, recipe.model, search.spec, choice.layout, sleeps=takes_turns(stage))
+            stage_memory(
+                stage,
+                recipe.model,
+                search.spec,
+                choice.layout,
+                sleeps=takes_turns(stage),
+                gpus_per_node=search.hardware.gpus_per_node,
+            )
         )
     return _TrainerPrice(logprob_s=logprobs, train_s=trains, memory=memory)
 
@@ -225,17 +237,24 @@ def _sft_suggestion(search: _Search, trainer: TrainerChoice, price: _TrainerPric
 
 
 def _with_engines(
-    search: _Search, trainer: TrainerChoice, price: _TrainerPrice, choice: EngineChoice, memory: EngineMemory
+    search: _Search,
+    trainer: TrainerChoice,
+    price: _TrainerPrice,
+    choice: EngineChoice,
+    memories: Sequence[EngineMemory],
 ) -> Suggestion:
     """Engines on the trainer's GPUs get what it leaves them, those on their own nine tenths."""
-    world_size = 0 if choice.own_gpus else trainer.layout.world_size
+    shared = frozenset[int]() if choice.own_gpus else frozenset(range(trainer.layout.pp))
+    engines = iter(memories)
     held = [
-        replace(stage, engine=memory, shared_gpus=world_size) if stage.engine is not None else stage
+        replace(stage, engine=next(engines), shared_pp=shared) if stage.engine is not None else stage
         for stage in price.memory
     ]
     tight = max(map(tightest, held), key=lambda tight: tight.bytes)
     fraction = min(largest_fraction(stage, search.capacity) for stage in held if stage.engine is not None)
-    least = memory.needed(1, max(longest_sample(stage) for stage in search.rl))
+    least = max(
+        memory.needed(1, longest_sample(stage)) for memory, stage in zip(memories, search.rl, strict=True)
+    )
     spare = min(int(search.capacity * fraction) - least, search.capacity - tight.bytes)
     phases = dict.fromkeys(("generate", "reward", "logprob", "train", "sync"), 0.0)
     total, number = 0.0, 0
@@ -249,7 +268,7 @@ def _with_engines(
             continue
         # too small a cache is priced as the smallest that would do, so that it can be said what it costs
         usable = fraction if spare >= 0 else least / search.capacity + 0.005
-        made = search.generate_s(choice, memory, usable, number)
+        made = search.generate_s(choice, memories[number], usable, number)
         reward = rl_work(stage, search.assumed, transfer_s=0.0).reward_s
         transfer = _transfer_s(search, trainer, choice)
         phases["generate"] += weight * made
@@ -277,7 +296,7 @@ def _transfer_s(search: _Search, trainer: TrainerChoice, choice: EngineChoice) -
     before pp in the order of ranks).
     """
     layout = trainer.layout
-    model = search.work.num_weights * 2
+    model = search.work.num_weights * ELEMENT_BYTES[search.recipe.model.dtype]
     busiest = max(model / choice.tp, model * choice.replicas / layout.world_size)
     crossing = 1.0
     if not choice.own_gpus:

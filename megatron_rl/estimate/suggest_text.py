@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.estimate.memory_types import GIB
@@ -10,14 +11,18 @@ from megatron_rl.estimate.suggest import Suggestion, Suggestions
 from megatron_rl.estimate.text import Row, seconds
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import RlStage
+from megatron_rl.recipe.transfer import is_colocated
 
 _MATTERS = 0.002  # of the total: a smaller difference is no reason
 
 
 def suggestion_rows(
-    found: Suggestions, recipe: Recipe, *, own_s: float | None, fits: bool, num_gpus: int
+    found: Suggestions, recipe: Recipe, *, own_s: float | None, own_gpus: int, fits: bool, num_gpus: int
 ) -> list[Row]:
-    """The best layouts, what each loses to the first, where the recipe's own stands, and what memory ruled out."""
+    """The best layouts, what each loses to the first, where the recipe's own stands, and what memory ruled out.
+
+    `own_gpus`: of the recipe as it is, which may have engines beside `num_gpus` of the trainer.
+    """
     rows: list[Row] = [
         ("", ""),
         (
@@ -30,9 +35,7 @@ def suggestion_rows(
         return rows + [_without_memory(suggestion, recipe) for suggestion in found.faster_without_memory]
     first = found.best[0]
     if own_s is not None:
-        own = f"{seconds(own_s)}, {own_s / first.total_s:.2f} x the first"
-        place = f"{own}, place {found.place(own_s)} of {found.num_fit}"
-        rows.append(("  recipe's own", place if fits else f"does not fit; it would take {own}"))
+        rows.append(("  recipe's own", _own(found, own_s, fits=fits, own_gpus=own_gpus, num_gpus=num_gpus)))
     for number, suggestion in enumerate(found.best, start=1):
         rows.append(
             (f"  {number}", f"{seconds(suggestion.total_s)}, {_memory(suggestion)}{_loss(suggestion, first)}")
@@ -44,9 +47,24 @@ def suggestion_rows(
     return rows
 
 
+def _own(found: Suggestions, own_s: float, *, fits: bool, own_gpus: int, num_gpus: int) -> str:
+    own = f"{seconds(own_s)}, {own_s / found.best[0].total_s:.2f} x the first"
+    if not fits:
+        return f"does not fit; it would take {own}"
+    if own_gpus != num_gpus:
+        return f"{own}, but on {own_gpus} GPUs: {num_gpus} of the trainer and those of its engines"
+    place = found.place(own_s)
+    return f"{own}, " + (
+        f"place {place} of {found.num_fit}" if place <= found.num_fit else "behind all of these"
+    )
+
+
 def _where(first: Suggestion) -> str:
     if first.engine is not None and first.engine.own_gpus:
-        return "on machines of their own: launch/slurm_multinode.sh --engine-nodes N fills engine.hosts"
+        return (
+            f"on {first.engine.own_gpus} GPUs of their own: launch/slurm_multinode.sh --engine-nodes N fills "
+            "engine.hosts"
+        )
     return "on the trainer's GPUs, on every machine: launch/slurm_multinode.sh fills engine.hosts"
 
 
@@ -77,6 +95,7 @@ def _overrides(suggestion: Suggestion, recipe: Recipe) -> Iterator[str]:
         if tokens != stage.tokens_per_microbatch:
             yield f"stages.{i}.tokens_per_microbatch={tokens}"
         if isinstance(stage, RlStage) and engine is not None:
+            yield from _placing(stage, f"stages.{i}.engine", own_gpus=engine.own_gpus > 0)
             wanted = {
                 "tp": engine.tp,
                 "replicas": engine.replicas,
@@ -85,6 +104,19 @@ def _overrides(suggestion: Suggestion, recipe: Recipe) -> Iterator[str]:
             for name, value in wanted.items():
                 if value != getattr(stage.engine, name):
                     yield f"stages.{i}.engine.{name}={value:g}"
+
+
+def _placing(stage: RlStage, path: str, *, own_gpus: bool) -> Iterator[str]:
+    """Hosts are those of the recipe's own engines; without them it may have to be said where others are."""
+    bare = replace(stage, engine=replace(stage.engine, hosts=(), secret_file=None))
+    if stage.engine.hosts:
+        yield f"{path}.hosts=[]"
+    if stage.engine.secret_file is not None:
+        yield f"{path}.secret_file=null"
+    if is_colocated(bare) == own_gpus:
+        if stage.engine.sleep:
+            yield f"{path}.sleep=false"
+        yield f"{path}.colocated={str(not own_gpus).lower()}"
 
 
 def _memory(suggestion: Suggestion) -> str:
@@ -116,7 +148,9 @@ def _without_memory(suggestion: Suggestion, recipe: Recipe) -> Row:
     return ("  does not fit", f"{missing}, {where}: {' '.join(overrides(suggestion, recipe))}")
 
 
-def suggestion_data(found: Suggestions, recipe: Recipe, *, own_s: float | None) -> dict[str, Any]:
+def suggestion_data(
+    found: Suggestions, recipe: Recipe, *, own_s: float | None, own_gpus: int
+) -> dict[str, Any]:
     """The same for programs."""
 
     def plain(suggestion: Suggestion) -> dict[str, Any]:
@@ -133,6 +167,7 @@ def suggestion_data(found: Suggestions, recipe: Recipe, *, own_s: float | None) 
 
     return {
         "own_total_s": own_s,
+        "own_num_gpus": own_gpus,
         "num_considered": found.num_considered,
         "num_fit": found.num_fit,
         "best": [plain(suggestion) for suggestion in found.best],

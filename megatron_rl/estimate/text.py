@@ -11,13 +11,16 @@ from megatron_rl.estimate.stage_time import Assumed, StageTime
 Row = tuple[str, str]
 
 
-def time_rows(times: Sequence[StageTime], hardware: Hardware, assumed: Assumed) -> list[Row]:
-    """What `check` prints about time: a head, every stage, and the recipe."""
+def time_rows(
+    times: Sequence[StageTime], hardware: Hardware, assumed: Assumed, *, dtype: str = "bfloat16"
+) -> list[Row]:
+    """What `check` prints about time: a head, every stage, and the recipe. Rates are those of bfloat16."""
+    slower = "" if dtype == "bfloat16" else f" as in bfloat16 ({dtype} is slower)"
     rows: list[Row] = [
         ("", ""),
         (
             "time",
-            f"estimated for {hardware.name}, not measured; how far off: megatron_rl/estimate/README.md",
+            f"estimated for {hardware.name}{slower}, not measured; how far off: megatron_rl/estimate/README.md",
         ),
     ]
     for i, time in enumerate(times):
@@ -58,21 +61,24 @@ def _stage_rows(number: int, time: StageTime, assumed: Assumed) -> list[Row]:
 
 
 def _lengths(time: StageTime, assumed: Assumed) -> str:
+    mean = f"{time.mean_tokens:,.0f} tokens on average"
+    if assumed.response_mean and assumed.response_mean > time.mean_tokens:
+        mean = f"{time.mean_tokens:,.0f} tokens, the longest allowed"
     if time.kind == "sft":
-        text = f"samples of {time.mean_tokens:,.0f} tokens on average"
+        text = f"samples of {mean}"
     else:
-        text = f"responses of {time.mean_tokens:,.0f} tokens on average, prompts of {time.prompt_tokens:,.0f}"
+        text = f"responses of {mean}, prompts of {time.prompt_tokens:,.0f}"
+        if assumed.prompt_mean and assumed.prompt_mean > time.prompt_tokens:
+            text += ", the longest allowed"
     return text if assumed.response_mean else f"{text}: a guess, say --response-mean"
 
 
 def _gpus(time: StageTime) -> str:
-    own = f", {time.engine_gpus} of them engines" if time.is_separate else ""
-    shared = (
-        f", {time.engine_gpus} of them shared with engines"
-        if time.engine_gpus and not time.is_separate
-        else ""
-    )
-    return f"{time.step.num_gpus} GPUs{own}{shared}"
+    num_gpus, engines = time.step.num_gpus, time.engine_gpus
+    text = f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
+    if time.is_separate:
+        return f"{text}, {engines} of them engines"
+    return f"{text}, {min(engines, time.num_ranks)} of them shared with engines" if engines else text
 
 
 def _share(name: str, part: float, whole: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,14 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "LlamaForCausalLM": "llama",
 }
+_REQUIRED = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -96,8 +105,8 @@ class _ConfigReader:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ModelError(f"{path}: no such file; model.hf_path must be a HF directory") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ModelError(f"{path}: no such file; name a Hugging Face directory, which has one") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise ModelError(f"{path}: cannot be read as json: {error}") from None
         if not isinstance(config, dict):
             raise ModelError(f"{path}: got a json {type(config).__name__}, must be an object")
@@ -106,6 +115,9 @@ class _ConfigReader:
     def spec(self) -> ModelSpec:
         family = self._family()
         self._refuse_unsupported(family)
+        absent = [key for key in _REQUIRED if self.config.get(key) is None]
+        if len(absent) > 1:
+            raise ModelError(f"{self.path}: {', '.join(absent)}: missing, each must be a positive integer")
         moe = self._moe() if family == "qwen3_moe" else None
         hidden, heads = self._integer("hidden_size"), self._integer("num_attention_heads")
         kv_heads = self._integer("num_key_value_heads", default=heads)
@@ -136,7 +148,7 @@ class _ConfigReader:
 
     def _family(self) -> str:
         names = self.config.get("architectures")
-        if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
+        if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in FAMILIES:
             raise self._error("architectures", names, "one of " + ", ".join(FAMILIES))
         return FAMILIES[names[0]]
 
@@ -153,9 +165,9 @@ class _ConfigReader:
         # a window without the switch is ignored by Qwen2 and Qwen3
         if family == "llama" and self.config.get("sliding_window"):
             raise self._error("sliding_window", self.config["sliding_window"], "null")
-        kinds = set(self.config.get("layer_types") or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise self._error("layer_types", sorted(kinds), 'only "full_attention"')
+        kinds = self.config.get("layer_types") or ["full_attention"]
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+            raise self._error("layer_types", kinds, 'a list of "full_attention" alone')
         rotated = self.config.get("partial_rotary_factor", 1.0)
         if rotated not in (None, 1.0):
             raise self._error("partial_rotary_factor", rotated, "1.0")
@@ -232,7 +244,11 @@ class _ConfigReader:
         value = holder.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value <= sys.float_info.max
+        ):
             raise self._error(prefix + key, value, "a positive number")
         return float(value)
 

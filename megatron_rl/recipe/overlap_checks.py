@@ -11,6 +11,11 @@ from megatron_rl.recipe.stages import RlStage
 def overlap_problems(stage: RlStage, path: str) -> Iterator[Problem]:
     """Every contradiction; `path` is the dotted path of the stage."""
     yield from _straggler_problems(stage, path)
+    if stage.engine.sleep and stage.engine.colocated is False:
+        yield Problem(
+            f"{path}.engine.colocated",
+            "got false with sleep: true, which is for engines on the trainer's GPUs; remove one of them",
+        )
     if stage.overlap == "none":
         return
     correction = stage.algorithm.correction
@@ -26,6 +31,12 @@ def overlap_problems(stage: RlStage, path: str) -> Iterator[Problem]:
             f"{path}.engine.sleep",
             f"got true with overlap {stage.overlap}, where engines generate while the trainer trains; set one of them "
             "to its default",
+        )
+    if stage.engine.colocated:
+        yield Problem(
+            f"{path}.engine.colocated",
+            f"got true with overlap {stage.overlap}, where engines generate while the trainer trains; give them "
+            "machines of their own (with slurm --engine-nodes N), or set overlap to none",
         )
     if stage.engine.transport == "shared":
         yield Problem(

@@ -179,6 +179,9 @@ class EngineConfig:
     # Empty: all on the machine of trainer rank 0. Paths must be the same on all machines
     hosts: tuple[Text, ...] = ()
     secret_file: Text | None = None  # what those were given as --secret-file
+    # whether engines are on the trainer's own GPUs, for what `check` counts and plans: a run asks its machines. null:
+    # if they sleep, or without hosts of other machines and without overlap. launch/slurm_multinode.sh sets it
+    colocated: Bool | None = None
     port: NonNegativeInt = 0  # the one port of weight transfer; 0: any free one
     # auto: memory that both share on one GPU or without GPUs, NCCL between GPUs, else sockets (gloo)
     transport: Literal["auto", "gloo", "nccl", "shared"] = "auto"

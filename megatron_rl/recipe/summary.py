@@ -10,13 +10,15 @@ from megatron_rl.recipe.amounts import most_prompts_drawn
 from megatron_rl.recipe.load import LoadedRecipe
 from megatron_rl.recipe.resolve import Resolved
 from megatron_rl.recipe.stages import RlStage, SftStage, Stage
-from megatron_rl.recipe.transfer import transfer_summary
+from megatron_rl.recipe.transfer import RANKS_PER_NODE, transfer_summary
 from megatron_rl.recipe.vllm_options import unchecked_notice
 from megatron_rl.reshard.plan_text import size_text, summary_rows
 from megatron_rl.rewards.sandbox.bubblewrap import find_bubblewrap
 
 
-def summary_data(loaded: LoadedRecipe, resolved: Resolved) -> dict[str, Any]:
+def summary_data(
+    loaded: LoadedRecipe, resolved: Resolved, *, gpus_per_node: int = RANKS_PER_NODE
+) -> dict[str, Any]:
     """Plain JSON types: recipe, layout, model, and one entry per stage, for RL with its weight transfer."""
     return {
         "recipe": loaded.recipe.name,
@@ -35,14 +37,18 @@ def summary_data(loaded: LoadedRecipe, resolved: Resolved) -> dict[str, Any]:
             "max_positions": resolved.spec.max_positions,
         },
         "stages": [
-            dataclasses.asdict(stage) | {"reshard_plan": _transfer(loaded, resolved, i)}
+            dataclasses.asdict(stage) | {"reshard_plan": _transfer(loaded, resolved, i, gpus_per_node)}
             for i, stage in enumerate(resolved.stages)
         ],
     }
 
 
 def summary_table(
-    loaded: LoadedRecipe, resolved: Resolved, *, more: Sequence[tuple[str, str]] = ()
+    loaded: LoadedRecipe,
+    resolved: Resolved,
+    *,
+    gpus_per_node: int = RANKS_PER_NODE,
+    more: Sequence[tuple[str, str]] = (),
 ) -> str:
     """The same numbers as aligned text, and `more` rows below them."""
     layout, spec = resolved.layout, resolved.spec
@@ -84,7 +90,7 @@ def summary_table(
         rows += _sandbox(wanted)
         rows += _engine(wanted)
         rows.append(("  tokens in all", f"at most {stage.max_tokens_total:,}"))
-        if (transfer := _transfer(loaded, resolved, i)) is not None:
+        if (transfer := _transfer(loaded, resolved, i, gpus_per_node)) is not None:
             rows += [(f"  {what}", how_much) for what, how_much in summary_rows(transfer)]
     rows += more
     return aligned(rows)
@@ -173,10 +179,17 @@ def _engine(stage: Stage) -> list[tuple[str, str]]:
     return rows
 
 
-def _transfer(loaded: LoadedRecipe, resolved: Resolved, stage: int) -> dict[str, Any] | None:
+def _transfer(
+    loaded: LoadedRecipe, resolved: Resolved, stage: int, gpus_per_node: int
+) -> dict[str, Any] | None:
     """The summary of an RL stage's reshard plan; None for SFT, which transfers nothing."""
     wanted = loaded.recipe.stages[stage]
     if not isinstance(wanted, RlStage):
         return None
-    dtype = loaded.recipe.model.dtype
-    return transfer_summary(resolved.spec, resolved.layout, wanted.engine, dtype=dtype)
+    return transfer_summary(
+        resolved.spec,
+        resolved.layout,
+        wanted,
+        dtype=loaded.recipe.model.dtype,
+        gpus_per_node=gpus_per_node,
+    )

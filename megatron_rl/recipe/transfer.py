@@ -7,43 +7,76 @@ from typing import Any
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.hosts import parse_host_port
-from megatron_rl.recipe.stages import EngineConfig
+from megatron_rl.recipe.stages import EngineConfig, RlStage
 from megatron_rl.reshard.placement import Placement
 from megatron_rl.reshard.plan import plan_reshard
 
-RANKS_PER_NODE = 8  # assumed; a run asks every rank where it is
+RANKS_PER_NODE = 8  # assumed where no machine type is named; a run asks every rank where it is
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def transfer_summary(
-    spec: ModelSpec, layout: ParallelLayout, engine: EngineConfig, *, dtype: str
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    stage: RlStage,
+    *,
+    dtype: str,
+    gpus_per_node: int = RANKS_PER_NODE,
 ) -> dict[str, Any]:
     """`ReshardPlan.summary` of the transfers from `layout` to a stage's engines, of elements of `dtype`."""
+    engine = stage.engine
     return plan_reshard(
         spec,
         layout,
         target_tp=engine.tp,
         replicas=engine.replicas,
         element_bytes=_ELEMENT_BYTES[dtype],
-        placement=_placement(layout, engine),
+        placement=_placement(layout, stage, gpus_per_node),
         bucket_bytes=engine.bucket_mib * 2**20,
         two_tier=engine.two_tier,
     ).summary()
 
 
-def _placement(layout: ParallelLayout, engine: EngineConfig) -> Placement:
-    """Trainer ranks fill machines; engines are on the machines that hosts name. Without any they are on the first one,
-    or, where it has too few GPUs, in turn on all of the trainer's, as `launch/slurm_multinode.sh` places them.
+def is_colocated(stage: RlStage) -> bool:
+    """Whether engines are on the trainer's own GPUs, as far as a recipe says: see `EngineConfig.colocated`."""
+    engine = stage.engine
+    if engine.colocated is not None:
+        return engine.colocated
+    if stage.overlap != "none":
+        return False
+    return engine.sleep or all(parse_host_port(text).is_loopback() for text in engine.hosts)
 
-    Whether members share a GPU shows only when they run, so nothing counts as a copy on one device.
-    """
-    trainers = tuple(rank // RANKS_PER_NODE for rank in range(layout.world_size))
+
+def host_machines(engine: EngineConfig) -> list[int]:
+    """Of each host the machine that it is on: 0 is this one where an address is loopback, the others as named first."""
     addresses = [parse_host_port(text) for text in engine.hosts]
-    own = dict.fromkeys(address.host for address in addresses if not address.is_loopback())
-    node_of_host = {host: trainers[-1] + 1 + number for number, host in enumerate(own)}
-    nodes = [node_of_host.get(address.host, 0) for address in addresses] or [0]
-    if not addresses and engine.replicas * engine.tp > RANKS_PER_NODE:
-        nodes = list(range(trainers[-1] + 1))
+    names = ["" if address.is_loopback() else address.host for address in addresses]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(sorted(names, key=bool)))}
+    return [numbers[name] for name in names]
+
+
+def engine_ranks(stage: RlStage, layout: ParallelLayout, *, gpus_per_node: int) -> frozenset[int]:
+    """Trainer ranks that have an engine worker on their GPU: replicas take a machine's first GPUs, each the next."""
+    if not is_colocated(stage):
+        return frozenset()
+    machines = -(-layout.world_size // gpus_per_node)
+    nodes = _engine_nodes(stage, num_trainer_nodes=machines, gpus_per_node=gpus_per_node)
+    taken = dict.fromkeys(nodes, 0)
+    ranks: set[int] = set()
+    for replica in range(stage.engine.replicas):
+        node = nodes[replica % len(nodes)]
+        first = node * gpus_per_node + taken[node]
+        ranks |= set(range(first, first + stage.engine.tp))
+        taken[node] += stage.engine.tp
+    return frozenset(ranks & set(range(layout.world_size)))
+
+
+def _placement(layout: ParallelLayout, stage: RlStage, gpus_per_node: int) -> Placement:
+    """Trainer ranks fill machines. Whether members share a GPU shows only when they run, so nothing counts as a copy
+    on one device."""
+    engine = stage.engine
+    trainers = tuple(rank // gpus_per_node for rank in range(layout.world_size))
+    nodes = _engine_nodes(stage, num_trainer_nodes=trainers[-1] + 1, gpus_per_node=gpus_per_node)
     workers = tuple(
         nodes[replica % len(nodes)] for replica in range(engine.replicas) for _ in range(engine.tp)
     )
@@ -53,3 +86,21 @@ def _placement(layout: ParallelLayout, engine: EngineConfig) -> Placement:
         trainer_devices=(None,) * len(trainers),
         worker_devices=(None,) * len(workers),
     )
+
+
+def _engine_nodes(stage: RlStage, *, num_trainer_nodes: int, gpus_per_node: int) -> list[int]:
+    """Machines that take a replica in turn. Colocated: hosts are the trainer's machines in order; without any it is the
+    first one or, where that has too few GPUs, all of them, as `launch/slurm_multinode.sh` places engines. On GPUs of
+    their own: the machines behind the trainer's, this one where hosts are loopback, and without hosts one after the
+    other as they fill."""
+    engine = stage.engine
+    if is_colocated(stage):
+        if engine.hosts:
+            return [machine % num_trainer_nodes for machine in host_machines(engine)]
+        return list(range(num_trainer_nodes)) if engine.replicas * engine.tp > gpus_per_node else [0]
+    if not engine.hosts:
+        at_once = max(1, gpus_per_node // engine.tp)
+        return [num_trainer_nodes + replica // at_once for replica in range(engine.replicas)]
+    is_here = any(parse_host_port(text).is_loopback() for text in engine.hosts)
+    machines = host_machines(engine)
+    return [0 if is_here and machine == 0 else num_trainer_nodes - is_here + machine for machine in machines]

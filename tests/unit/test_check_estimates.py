@@ -133,6 +133,71 @@ def test_engines_that_have_no_gpus_are_problems(capsys):
     assert "stages.0.engine.tp" in text and "an engine runs on one machine, which has 8 GPUs" in text
 
 
+HOSTS = (
+    f"stages.0.engine.hosts=[{', '.join(f'n{i}:4000' for i in range(8))}]",
+    "stages.0.engine.secret_file=secret",
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "num_gpus", "crosses"),
+    [
+        ((), 64, False),
+        (HOSTS, 128, True),
+        ((*HOSTS, "stages.0.engine.colocated=true"), 64, False),
+        ((*HOSTS, "stages.0.engine.sleep=true"), 64, False),
+        (("stages.0.engine.colocated=false",), 128, True),
+        (("stages.0.overlap=one_step", "stages.0.algorithm.correction.kind=token_tis"), 128, True),
+    ],
+    ids=["no hosts", "hosts", "colocated", "sleeping", "not colocated", "overlap"],
+)
+def test_engines_are_on_the_trainers_gpus_where_the_recipe_says_so(capsys, more, num_gpus, crosses):
+    data = data_of(capsys, MATH, *PLAN, *more)
+    assert data["estimate"]["time"][0]["num_gpus"] == num_gpus
+    # also in the plan of the transfers, which then stay on their machines
+    assert (data["stages"][0]["reshard_plan"]["cross_node_bytes"] > 0) is crosses
+    # and in what both need at once
+    beside = data["estimate"]["memory"][0]["engine"]["largest_fraction"]
+    assert (beside == 0.9) is crosses
+
+
+def test_more_engines_than_the_trainer_has_gpus_are_a_problem(capsys):
+    text = error_of(capsys, MATH, *PLAN[2:], "--world", "8", "stages.0.engine.gpu_memory_fraction=0.5")
+    assert "1 problem" in text and "stages.0.engine.replicas" in text
+    assert "on 64 GPUs, but the trainer's 8 processes are on 1 machine of 8 GPUs; use at most 2, or" in text
+    hosts = ["stages.0.engine.hosts=[localhost:1, localhost:2]", "stages.0.engine.replicas=3"]
+    text = error_of(capsys, MATH, *PLAN, *hosts)
+    assert "got 3 of tp 4 on 2 hosts, of which one would run 3 on 8 GPUs; use at most 2, or name" in text
+    named = [*HOSTS, "stages.0.engine.sleep=true", "stages.0.engine.gpu_memory_fraction=0.5"]
+    text = error_of(capsys, MATH, *PLAN[2:], "--world", "8", *named)
+    assert "are 8 machines, which engine.sleep says are the trainer's" in text and "name at most 1" in text
+    # on a machine with more GPUs than trainer processes all of them count
+    more = ["layout.tp=4", "stages.0.engine.replicas=2", "stages.0.engine.gpu_memory_fraction=0.2"]
+    data = data_of(capsys, MATH, "--world", "4", "--gpu", "b200", "--model-config", "qwen3-8b", *more)
+    assert data["estimate"]["time"][0]["num_gpus"] == 8
+
+
+def test_a_machine_type_says_how_many_gpus_the_plan_counts_per_machine(capsys, tmp_path):
+    own = tmp_path / "four.yaml"
+    h100 = (ROOT / "megatron_rl/estimate/gpus/h100-80g.yaml").read_text()
+    own.write_text(h100.replace("gpus_per_node: 8", "gpus_per_node: 4"))
+    assert main(["check", MATH, "--world", "64", "--gpu", str(own), "--model-config", "qwen3-8b"]) == 0
+    assert "between 16 machines" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("length", ["0", "0.5", "nan", "inf", "-1", "x"])
+def test_a_mean_length_is_at_least_one_token(capsys, length):
+    with pytest.raises(SystemExit):
+        main(["check", MATH, *PLAN, f"--response-mean={length}"])
+    assert "must be a number of tokens, at least 1" in capsys.readouterr().err
+
+
+def test_a_mean_length_beyond_the_longest_is_said_to_be_cut(capsys):
+    assert main(["check", MATH, *PLAN, "--response-mean", "40000", "--prompt-mean", "9999"]) == 0
+    out = capsys.readouterr().out
+    assert "responses of 32,768 tokens, the longest allowed, prompts of 4,096, the longest allowed" in out
+
+
 def test_engines_of_the_cluster_page_fit_the_nodes_that_it_gives_them(capsys):
     page = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
     (nodes, engine_nodes, replicas), *others = re.findall(

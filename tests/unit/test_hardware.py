@@ -55,7 +55,7 @@ def test_every_wrong_key_of_a_file_is_listed_with_its_line(tmp_path):
         load_hardware(own)
     lines = str(error.value).splitlines()
     assert lines[0].endswith("ours.yaml: 3 problems")
-    assert "  memory_gib: missing, must be a number above 0" in lines
+    assert "  memory_gib: missing, must be a number from 0.001 to 1,000,000" in lines
     assert any("unknown key; did you mean 'memory_gib'?" in line for line in lines)
     assert any(line.startswith("  hbm_frac (line ") and "at most 1" in line for line in lines)
 
@@ -64,4 +64,14 @@ def test_text_that_is_no_mapping_is_refused(tmp_path):
     own = tmp_path / "ours.yaml"
     own.write_text("- 1\n")
     with pytest.raises(RecipeError, match="must be a mapping"):
+        load_hardware(own)
+
+
+@pytest.mark.parametrize("value", ["1e300", "85520809984", "1e-9", "0", "-1", ".inf"])
+def test_an_amount_in_another_unit_is_refused(tmp_path, value):
+    own = tmp_path / "ours.yaml"
+    own.write_text(H100.read_text().replace("memory_gib: 79.6", f"memory_gib: {value}"))
+    with pytest.raises(
+        RecipeError, match=r"memory_gib \(line 3\): got .*, must be a number from 0.001 to 1,000,000"
+    ):
         load_hardware(own)

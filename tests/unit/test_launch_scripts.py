@@ -273,9 +273,10 @@ def test_separate_engines_are_on_nodes_of_their_own_with_a_secret_that_others_ca
     assert words_after(engines, "--secret-file")[0] == "runs/it's mine/engine_secret"
     assert words_after(trainers, "--master")[0] == "n1:20007"
     # the user's come last, and so have the last word
-    hosts, secret_file, own = words_after(trainers, "r.yaml")
+    hosts, secret_file, colocated, own = words_after(trainers, "r.yaml")
     assert parse_override(hosts).value == ["n4:10007", "n5:10007"]
     assert parse_override(secret_file).value == "runs/it's mine/engine_secret"
+    assert colocated == "stages.*.engine.colocated=false"
     assert own == "b=2"
     wait_until(lambda: all(starts_on(place, node) for node in range(3)))
     for node in range(3):
@@ -292,6 +293,7 @@ def test_colocated_engines_share_the_nodes_of_the_trainers(place):
     for words in (engines, trainers):
         assert {"--nodelist=n1,n2", "--overlap"} <= set(words)
     assert "stages.*.engine.hosts=[n1:10007,n2:10007]" in trainers
+    assert "stages.*.engine.colocated=true" in trainers
 
 
 @pytest.mark.parametrize(("recipe", "nodes"), [("r.yaml", "n1"), ("sft.yaml", "n1,n2")])

@@ -257,7 +257,7 @@ def test_rows_tell_what_hosts_may_take_if_they_are_the_trainers_machines():
         memory_rows(memory_of(rl_stage(engine=engine), layout), rl_stage(engine=engine), memory_gib=H100_GIB)
     )
     most = largest_fraction(memory_of(rl_stage(), layout), int(H100_GIB * GIB))
-    assert rows["  engine.hosts"].endswith(f"on GPUs of the trainer at most {most:g}")
+    assert rows["  engine.hosts"].endswith(f"(engine.colocated: true), at most {most:g}")
 
 
 def test_rows_and_data_say_the_same_numbers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,11 @@ def test_what_the_installed_transformers_writes_is_read(family: str, tmp_path: P
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window", "true"),
         (QWEN3, {"attention_bias": True}, "attention_bias", "true"),
         (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "sliding_attention"),
+        (QWEN3, {"layer_types": 3}, "layer_types", "3"),
+        (QWEN3, {"layer_types": [["full_attention"]]}, "layer_types", "full_attention"),
+        (QWEN3, {"architectures": [["Qwen3ForCausalLM"]]}, "architectures", "Qwen3ForCausalLM"),
+        (QWEN3, {"rope_theta": math.inf}, "rope_theta", "Infinity"),
+        (QWEN3, {"rope_theta": 10**400}, "rope_theta", "1000"),
         (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step", "2"),
         (QWEN3_MOE, {"mlp_only_layers": [0, 1]}, "mlp_only_layers", "[0, 1]"),
         (QWEN3_MOE, {"num_experts": None}, "num_local_experts", "nothing"),
@@ -272,7 +278,7 @@ def test_what_cannot_be_built_exactly_is_refused_by_file_and_key(
     assert got in message and "must be" in message
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\x80"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x80", "[" * 100_000])
 def test_a_file_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError, match=r"config\.json"):
@@ -325,3 +331,12 @@ def test_a_hint_names_only_degrees_that_fit_heads_and_kv_heads():
     )  # fmt: skip
     with pytest.raises(LayoutError, match=r"layout.tp: got 7, .* 40 attention heads; use 4 or 8$"):
         spec.check_layout(ParallelLayout(tp=7))
+
+
+def test_all_sizes_that_are_missing_are_named_at_once(tmp_path: Path) -> None:
+    half = {key: value for key, value in QWEN3.items() if key not in ("hidden_size", "vocab_size")}
+    (tmp_path / "config.json").write_text(json.dumps(half))
+    with pytest.raises(
+        ModelError, match=r"hidden_size, vocab_size: missing, each must be a positive integer"
+    ):
+        ModelSpec.from_hf(tmp_path)

@@ -170,3 +170,54 @@ def test_engines_that_sleep_may_have_what_training_needs():
     awake, asleep = (suggested(MATH, *more)[1].best[0] for more in ((), ("stages.0.engine.sleep=true",)))
     assert asleep.memory_fraction > awake.memory_fraction
     assert pasted(MATH, asleep, "stages.0.engine.sleep=true").problems == ()
+
+
+HOSTS = (
+    "stages.0.engine.hosts=[n1:1, n2:1]",
+    "stages.0.engine.secret_file=secret",
+    "stages.0.engine.replicas=4",
+)
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_suggestions_do_not_keep_the_hosts_of_other_engines(sleeps):
+    more = (*HOSTS, f"stages.0.engine.sleep={str(sleeps).lower()}")
+    _, found = suggested(MATH, *more)
+    for suggestion in found.best[:3]:
+        lines = overrides(suggestion, load_recipe(MATH, more).recipe)
+        assert {"stages.0.engine.hosts=[]", "stages.0.engine.secret_file=null"} < set(lines)
+        assert ("stages.0.engine.colocated=false" in lines) is not sleeps
+        again = pasted(MATH, suggestion, *more)
+        assert again.problems == ()
+        assert again.own_gpus == 64
+        assert again.total_s == pytest.approx(suggestion.total_s, rel=0.01)
+
+
+def test_a_recipe_on_more_gpus_than_the_suggestions_gets_no_place_among_them(capsys):
+    assert main(["check", MATH, *PLAN, "--world", "32", "--suggest", *OVERLAP]) == 0
+    own = next(line for line in capsys.readouterr().out.splitlines() if "recipe's own" in line)
+    assert own.endswith("but on 96 GPUs: 32 of the trainer and those of its engines")
+
+
+def test_engines_that_the_model_cannot_be_split_by_keep_nobody_from_suggestions(capsys, tmp_path):
+    config = json.loads((ROOT / "megatron_rl/estimate/models/qwen3-8b.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"num_attention_heads": 30, "num_key_value_heads": 10})
+    )
+    plan = ["--gpu", "h100-80g", "--model-config", str(tmp_path / "config.json"), "--world", "64"]
+    assert main(["check", MATH, *plan, "--suggest"]) == 2
+    said = capsys.readouterr()
+    assert "stages.0.engine.tp (line 45): got 4" in said.err
+    assert "stages.0.engine.tp=2" in said.out
+
+
+def test_a_float32_recipe_is_priced_with_its_own_sizes(capsys):
+    more = ("model.dtype=float32", "model.recompute=full")
+    _, found = suggested(MATH, *more)
+    again = pasted(MATH, found.best[0], *more)
+    assert again.total_s == pytest.approx(found.best[0].total_s, rel=0.005)
+    half = estimated(MATH).times[0].step.generation
+    whole = estimated(MATH, *more).times[0].step.generation
+    assert half is not None and whole is not None and whole.mean_batch < half.mean_batch
+    assert main(["check", MATH, *PLAN, "--world", "64", "--suggest", *more]) == 0
+    assert "as in bfloat16 (float32 is slower)" in capsys.readouterr().out
