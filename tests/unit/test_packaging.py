@@ -63,7 +63,7 @@ def test_the_wheel_holds_what_a_report_is_made_of(wheel):
 
 def test_the_wheel_declares_the_command_and_the_vllm_plugin(wheel):
     text = installed(wheel, "entry_points.txt")
-    assert "[console_scripts]\nmegatron-rl = megatron_rl.cli:main" in text
+    assert "[console_scripts]\nmegatron-rl = megatron_rl.cli:run" in text
     assert "[vllm.general_plugins]\nmegatron_rl = megatron_rl.rollout.vllm_plugin:register" in text
 
 
