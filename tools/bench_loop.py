@@ -6,7 +6,8 @@
             1, 2, 4 and 8 times the tokens of a step
 
 Lengths are natural: a model with random weights draws the end token once in 64 tokens, on both sides alike. float32,
-one thread, temperature 1, no KL term, one optimizer step per iteration, and a reward that costs nothing. Every round
+temperature 1, no KL term, one optimizer step per iteration, and a reward that costs nothing. Each side has one thread
+at work; with --cores N theirs computes with N threads, ours with N ranks and N engines of one thread each. Every round
 starts both sides anew, one after the other; the first step of each start warms up and is not counted. Our seconds are
 those between two lines of metrics.jsonl, so all that the loop does is in them.
 
@@ -63,8 +64,9 @@ HINT = "`bench_loop.py --help` says how to make one"
 class Bench:
     """Model and data in a scratch directory, and the two sides."""
 
-    def __init__(self, scratch: Path, peer: Path) -> None:
+    def __init__(self, scratch: Path, peer: Path, *, cores: int = 1, overlap: str = "none") -> None:
         self._scratch, self._peer = scratch, peer
+        self._cores, self._overlap = cores, overlap
         self._model = scratch / "model"
         self._num_runs = 0
         tokenizer = make_tiny_model.build_tokenizer()
@@ -80,7 +82,11 @@ class Bench:
 
     def ours(self, case: Case, *, multiple: int = 1) -> Steps:
         """`megatron-rl train` once; `multiple` is of the samples of an SFT step."""
-        stage = sft_stage(case, multiple) if case.name == "sft" else rl_stage(case)
+        stage = (
+            sft_stage(case, multiple)
+            if case.name == "sft"
+            else rl_stage(case, replicas=self._cores, overlap=self._overlap)
+        )
         recipe = {
             "name": "bench",
             "model": {"hf_path": str(self._model), "dtype": "float32"},
@@ -92,6 +98,7 @@ class Bench:
         path = self._write("recipe.yaml", [recipe])  # JSON is YAML
         metrics = run_dir / "metrics.jsonl"
         command = [sys.executable, "-m", "megatron_rl", "train", str(path), "--run-dir", str(run_dir)]
+        command += ["--nproc", str(self._cores)]
         cpu = self._run(command, watched=metrics)
         lines = read_jsonl(metrics)
         if case.name == "sft":
@@ -106,7 +113,13 @@ class Bench:
 
     def theirs(self, case: Case, micro_batch: int) -> Steps:
         """The same work by the peer; `micro_batch` is the samples of one forward pass."""
-        job = {"model": str(self._model), "steps": case.steps + 1, "lr": LR, "micro_batch": micro_batch}
+        job = {
+            "model": str(self._model),
+            "steps": case.steps + 1,
+            "lr": LR,
+            "micro_batch": micro_batch,
+            "threads": self._cores,
+        }
         if case.name == "sft":
             job |= {"kind": "sft", "batch": SFT_BATCH, "rows": [tokens_of(m) for m in self._conversations]}
         else:
@@ -163,7 +176,7 @@ def cpu_of_tree(pid: int) -> float:
     return total
 
 
-def rl_stage(case: Case) -> dict[str, Any]:
+def rl_stage(case: Case, *, replicas: int = 1, overlap: str = "none") -> dict[str, Any]:
     return {
         "kind": "rl",
         "prompts": "prompts.jsonl",
@@ -180,8 +193,16 @@ def rl_stage(case: Case) -> dict[str, Any]:
             "clip_low": 0.2,
             "clip_high": 0.28,
             "drop_zero_advantage": False,
+            # one step behind, the ratio is to the policy that sampled
+            "correction": {"old": "trainer" if overlap == "none" else "rollout"},
         },
-        "engine": {"kind": "vllm", "max_concurrent": PROMPTS * GROUP_SIZE, "kv_cache_gib": 1},
+        "overlap": overlap,
+        "engine": {
+            "kind": "vllm",
+            "replicas": replicas,
+            "max_concurrent": PROMPTS * GROUP_SIZE,
+            "kv_cache_gib": 1,
+        },
         "optimizer": {"lr": LR},
     }
 
@@ -279,6 +300,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=1,
         help="samples of one forward pass of the SFT peer; must divide 32; one needs no padding (default: 1)",
     )
+    parser.add_argument(
+        "--cores",
+        type=positive_int,
+        default=1,
+        help="threads of theirs, ranks and engines of ours (default: 1)",
+    )
+    parser.add_argument(
+        "--overlap", choices=["none", "one_step"], default="none", help="of our RL stage (default: none)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     args = parser.parse_args(argv)
     for option, part, whole in (
@@ -296,11 +326,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         versions = check_peer(args.trl_python)
         with tempfile.TemporaryDirectory() as scratch:
-            bench = Bench(Path(scratch), args.trl_python.absolute())
+            bench = Bench(Path(scratch), args.trl_python.absolute(), cores=args.cores, overlap=args.overlap)
             load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
             engine = next(f"{name} {version(name)}" for name in ENGINES if _has(name))
             peer = ", ".join(f"{name} {number}" for name, number in versions.items())
-            about = f"{machine()}, load {load}; {bench.num_parameters:,} parameters; {engine}; peer: {peer}"
+            sides = f"cores {args.cores}, overlap {args.overlap}"
+            about = f"{machine()}, load {load}; {bench.num_parameters:,} parameters; {sides}; {engine}; peer: {peer}"
             print(about, flush=True)
             figures["machine"] = about
             for name in args.cases:

@@ -126,8 +126,8 @@ def sft(job: dict, out: str) -> list[dict]:
 
 def main() -> int:
     job_path, result_path = map(Path, sys.argv[1:])
-    torch.set_num_threads(1)
     job = json.loads(job_path.read_text(encoding="utf-8"))
+    torch.set_num_threads(job["threads"])
     steps = {"grpo": grpo, "sft": sft}[job["kind"]](job, str(result_path.parent / "peer"))
     versions = {name: version(name) for name in ("trl", "transformers", "accelerate", "torch")}
     result_path.write_text(json.dumps({"steps": steps, "versions": versions}), encoding="utf-8")

@@ -52,6 +52,7 @@ class Stepper:
                     flat_logprobs=True,
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
+                    skip_clone=True,  # nobody else has it
                 )
                 ticket = int(request["ticket"])
                 name = str(ticket)

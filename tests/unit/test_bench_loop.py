@@ -86,7 +86,11 @@ def test_both_stages_pass_the_check_of_recipes(tool: ModuleType, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     bench = tool.Bench(tmp_path, tmp_path / "python")
     cases = tool.CASES
-    stages = [tool.rl_stage(cases["short"]), tool.rl_stage(cases["long"]), tool.sft_stage(cases["sft"], 2)]
+    stages = [
+        tool.rl_stage(cases["short"]),
+        tool.rl_stage(cases["long"], replicas=2, overlap="one_step"),
+        tool.sft_stage(cases["sft"], 2),
+    ]
     for number, stage in enumerate(stages):
         recipe = {
             "name": "bench",
