@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_rl.recipe.batch import PARTIAL_STALENESS, PromoteConfig
 from megatron_rl.recipe.stages import RlStage
 
@@ -10,6 +12,12 @@ def prompts_drawn(stage: RlStage) -> int:
     """Prompts that one round of an iteration draws."""
     sampling = stage.dynamic_sampling
     return stage.prompts_per_iteration if sampling is None else sampling.generate_prompts
+
+
+def groups_waited_for(share: float, count: int) -> int:
+    """Whole groups that a round of `count` waits for, where it waits for a `share` of them."""
+    # 0.07 of 100 is 7.000000000000001
+    return max(1, math.ceil(round(share * count, 9)))
 
 
 def most_prompts_drawn(stage: RlStage) -> int:

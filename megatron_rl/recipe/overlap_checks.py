@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from megatron_rl.recipe.amounts import groups_waited_for, prompts_drawn
 from megatron_rl.recipe.problems import Problem
 from megatron_rl.recipe.stages import RlStage
 
@@ -47,6 +49,29 @@ def overlap_problems(stage: RlStage, path: str) -> Iterator[Problem]:
         )
 
 
+def _share_problems(stage: RlStage, share: float, path: str) -> Iterator[Problem]:
+    """A share that lets no group go, or too few to fill the optimizer steps of an iteration."""
+    count = prompts_drawn(stage)
+    waited_for = groups_waited_for(share, count)
+    if waited_for == count:
+        most = (
+            f"use at most {math.floor((count - 1) / count * 1000) / 1000:g}"
+            if count > 1
+            else "draw more prompts"
+        )
+        yield Problem(
+            path,
+            f"got {share:g}, which waits for all {count} groups of a round; {most}, or set stragglers to null",
+        )
+    elif waited_for < stage.updates_per_rollout:
+        yield Problem(
+            path,
+            f"got {share:g}, with which a round may end with {waited_for} of its {count} groups, too few for "
+            f"updates_per_rollout = {stage.updates_per_rollout}; use at least "
+            f"{math.ceil(stage.updates_per_rollout / count * 1000) / 1000:g}, or fewer updates",
+        )
+
+
 def _straggler_problems(stage: RlStage, path: str) -> Iterator[Problem]:
     config = stage.stragglers
     if config is None:
@@ -62,6 +87,8 @@ def _straggler_problems(stage: RlStage, path: str) -> Iterator[Problem]:
             f"{path}.stragglers.groups",
             f"got {config.groups:g}, must be above 0 and below 1; to wait for all groups set stragglers to null",
         )
+    else:
+        yield from _share_problems(stage, config.groups, f"{path}.stragglers.groups")
     if config.max_staleness is not None and stage.overlap != "partial":
         yield Problem(
             f"{path}.stragglers.max_staleness",

@@ -14,6 +14,8 @@ from megatron_rl.recipe.problems import Problem, did_you_mean, show
 
 _ROLLOUTS = "rollouts are sampled one way alone, which training relies on; remove it"
 _MODEL = "set model.hf_path"
+_LOCAL = "a model is a directory, never a download, and a recipe is copied into the run's records; remove it"
+_TOKENS = "prompts arrive as tokens of the tokenizer in model.hf_path; remove it"
 _LENGTH = "set sampling.max_prompt_tokens and sampling.max_response_tokens"
 _PARALLEL = "an engine is split by engine.tp alone; set that, and engine.replicas for more of them"
 _WEIGHTS = "weights come from the trainer, in model.dtype; remove it"
@@ -24,9 +26,15 @@ OWNED: Mapping[str, str] = {
     "model_weights": _MODEL,
     "hf_config_path": _MODEL,
     "revision": _MODEL,
-    "tokenizer": "prompts arrive as tokens of the tokenizer in model.hf_path; remove it",
-    "tokenizer_mode": "prompts arrive as tokens of the tokenizer in model.hf_path; remove it",
-    "skip_tokenizer_init": "prompts arrive as tokens of the tokenizer in model.hf_path; remove it",
+    "code_revision": _LOCAL,
+    "download_dir": _LOCAL,
+    "hf_token": _LOCAL,
+    "runner": _ROLLOUTS,
+    "convert": _ROLLOUTS,
+    "tokenizer": _TOKENS,
+    "tokenizer_mode": _TOKENS,
+    "tokenizer_revision": _TOKENS,
+    "skip_tokenizer_init": _TOKENS,
     "dtype": "set model.dtype",
     "seed": "set run.seed",
     "max_model_len": _LENGTH,
@@ -38,10 +46,22 @@ OWNED: Mapping[str, str] = {
     "prefill_context_parallel_size": _PARALLEL,
     "decode_context_parallel_size": _PARALLEL,
     "data_parallel_size": _PARALLEL,
+    "data_parallel_size_local": _PARALLEL,
+    "data_parallel_rank": _PARALLEL,
+    "data_parallel_start_rank": _PARALLEL,
+    "data_parallel_address": _PARALLEL,
+    "data_parallel_rpc_port": _PARALLEL,
+    "data_parallel_backend": _PARALLEL,
+    "data_parallel_external_lb": _PARALLEL,
+    "data_parallel_hybrid_lb": _PARALLEL,
+    "data_parallel_multi_port_external_lb": _PARALLEL,
+    "enable_elastic_ep": _PARALLEL,
     "enable_expert_parallel": _PARALLEL,
     "enable_eplb": _PARALLEL,
     "nnodes": "set engine.hosts",
     "node_rank": "set engine.hosts",
+    "master_addr": "set engine.hosts",
+    "master_port": "set engine.hosts",
     "device_ids": "each replica gets the next engine.tp of the GPUs in CUDA_VISIBLE_DEVICES; remove it",
     "distributed_executor_backend": "set engine.hosts for other machines; workers of one are processes",
     "worker_cls": _WEIGHTS,

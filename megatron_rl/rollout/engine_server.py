@@ -62,7 +62,9 @@ class EngineServer:
             except Exception as error:  # the owner decides what a failed command means
                 traceback.print_exc()
                 # of a request that cannot be served we know what it did to us: nothing
-                is_refusal = isinstance(error, EngineError | ValueError | TypeError) and error is not self._failure
+                is_refusal = (
+                    isinstance(error, EngineError | ValueError | TypeError) and error is not self._failure
+                )
                 kind = "engine" if is_refusal else "crash"
                 answer = {"error": {"kind": kind, "message": one_line(error)}}
             try:
@@ -195,4 +197,8 @@ def _clear_kv_cache(worker: Any) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    """The first line of an error, with the next two where pydantic says only there what is wrong."""
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    if " validation error" not in lines[0]:
+        return lines[0]
+    return ": ".join([lines[0], *(line.partition(" [type=")[0].strip() for line in lines[1:3])])

@@ -144,6 +144,15 @@ def build_llm(start: Message) -> Any:
     gc.disable()  # importing vLLM makes objects that stay, and looking through them costs a second
     try:
         return _load_llm(start)
+    except EngineError:
+        raise
+    except Exception as error:
+        if not start["vllm"]:
+            raise
+        given = ", ".join(f"{name}: {value}" for name, value in start["vllm"].items())
+        raise EngineError(
+            f"{one_line(error)}; vLLM was given engine.vllm: {{{given}}}, correct or remove what it does not take"
+        ) from error
     finally:
         gc.enable()
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_rl.data.types import Prompt, RolloutGroup
-from megatron_rl.recipe.amounts import max_staleness, prompts_drawn
-from megatron_rl.recipe.batch import StragglersConfig
+from megatron_rl.recipe.amounts import groups_waited_for, max_staleness, prompts_drawn
 from megatron_rl.recipe.stages import RlStage
 from megatron_rl.rollout.collect import Collector, Draw, Span
 from megatron_rl.rollout.open_groups import OpenGroup
@@ -65,7 +63,7 @@ class RoundSampler:
             for prompt in prompts
         ]
         whole, late = self._collector.collect_first(
-            [*continued, *fresh], draw, needed=_needed(config, len(continued) + len(fresh)),
+            [*continued, *fresh], draw, needed=groups_waited_for(config.groups, len(continued) + len(fresh)),
             weight_version=version, span=span,
         )  # fmt: skip
         self.open = [*held, *late] if self._stage.overlap == "partial" else []
@@ -83,11 +81,6 @@ class RoundSampler:
         kept = [g for g in self.open if g.oldest is None or newest - versions.index(g.oldest) <= limit]
         tally["stale_groups"] += len(self.open) - len(kept)
         self.open = kept
-
-
-def _needed(config: StragglersConfig, count: int) -> int:
-    """Whole groups of `count` that a round waits for."""
-    return max(1, math.ceil(config.groups * count))
 
 
 def with_stragglers(collected: Collected, tally: Mapping[str, int], stage: RlStage) -> Collected:

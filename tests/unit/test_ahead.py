@@ -287,6 +287,9 @@ _BOTH = ["stragglers.groups", "stragglers.max_staleness"]
         ({"overlap": "partial", "correction": {"old": "rollout"}, "stragglers": {"groups": 0.5}}, []),
         ({"overlap": "none", "stragglers": {"groups": 1.0, "max_staleness": 2}}, _BOTH),
         ({"overlap": "none", "stragglers": {"groups": 0.0}}, _BOTH[:1]),
+        # of four groups all, and one for two updates
+        ({"overlap": "none", "stragglers": {"groups": 0.76}}, _BOTH[:1]),
+        ({"overlap": "none", "stragglers": {"groups": 0.25}, "updates_per_rollout": 2}, _BOTH[:1]),
         (
             {
                 "overlap": "partial",
@@ -310,5 +313,6 @@ def test_check_wants_older_rollouts_accounted_for_and_engines_that_need_not_stop
         engine=engine,
         overlap=changes.get("overlap", "one_step"),
         stragglers=late,
+        updates_per_rollout=changes.get("updates_per_rollout", 1),
     )
     assert [one.path for one in overlap_problems(stage, "s")] == [f"s.{path}" for path in paths]

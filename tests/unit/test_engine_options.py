@@ -5,6 +5,7 @@ import re
 from dataclasses import fields
 
 import pytest
+from pydantic import BaseModel, PositiveInt
 
 from megatron_rl.errors import RecipeError
 from megatron_rl.recipe import vllm_options
@@ -13,6 +14,8 @@ from megatron_rl.recipe.resolve import check_recipe
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.recipe.summary import summary_table
 from megatron_rl.recipe.types import _scalar
+from megatron_rl.rollout import vllm_worker
+from megatron_rl.rollout.engine_server import one_line
 from tests.helpers.recipes import write_recipe
 
 ENGINE = "stages.1.engine"
@@ -104,8 +107,29 @@ def test_only_scalars_are_options(value):
         _scalar(value)
 
 
+@pytest.mark.parametrize("options", [{"max_num_batched_tokens": -5, "block_size": 64}, {}])
+def test_what_vllm_refuses_is_said_with_the_options_that_it_was_given(options, monkeypatch):
+    class Scheduler(BaseModel):
+        max_num_batched_tokens: PositiveInt
+
+    def load(start):
+        Scheduler(max_num_batched_tokens=-5)
+
+    monkeypatch.setattr(vllm_worker, "_set_environment", lambda start: None)
+    monkeypatch.setattr(vllm_worker, "_load_llm", load)
+    with pytest.raises(Exception, match=r"greater than 0") as caught:
+        vllm_worker.build_llm({"vllm": options})
+    told = one_line(caught.value)
+    assert "1 validation error for Scheduler: max_num_batched_tokens: Input should be greater than 0" in told
+    assert "\n" not in told and "input_value" not in told
+    given = "; vLLM was given engine.vllm: {max_num_batched_tokens: -5, block_size: 64}, correct or remove what it"
+    assert (given in told) is bool(options)
+
+
 def test_batches_that_depend_on_time_are_refused_where_the_same_bits_are_asked_for(recipe):
-    with pytest.raises(RecipeError, match=r"engine\.routing \(override\): got least_loaded with run.deterministic: tr"):
+    with pytest.raises(
+        RecipeError, match=r"engine\.routing \(override\): got least_loaded with run.deterministic: tr"
+    ):
         checked(recipe, "routing=least_loaded")
     loaded = load_recipe(recipe, [f"{ENGINE}.routing=least_loaded", "run.deterministic=null"])
     check_recipe(loaded, world_size=1)
