@@ -41,6 +41,16 @@ parse() {
     [[ -f $recipe ]] || fail "$recipe: no such recipe file"
 }
 
+# check_recipe [option]: end with what is wrong with recipe and overrides, as far as this machine can say
+check_recipe() {
+    local said code=0
+    said=$(PYTHONPATH="$root:$root/kernels${PYTHONPATH:+:$PYTHONPATH}" "$python" -m megatron_rl check "$recipe" \
+        --recipe-alone "$@" "${overrides[@]}" 2>&1 >/dev/null) || code=$?
+    ((code != 2)) || { echo "$said" >&2; exit 2; }
+    # such as a login node, where the requirements are in an image
+    ((code == 0)) || echo "# the recipe was not checked: ${said##*$'\n'}" >&2
+}
+
 # run COMMAND...: run it, or with --dry-run print it
 run() {
     if [[ -n $dry_run ]]; then print_command "$@"; else "$@"; fi

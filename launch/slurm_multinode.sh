@@ -6,10 +6,9 @@
 #   --container IMAGE   pyxis/enroot image whose python3 has our requirements (default: the .venv here)
 #   --mounts A:B,...    what it sees beside this directory, such as models and data
 #   --run-dir DIR       on a file system that all nodes share (default: runs/RECIPE-JOBID)
-#   --dry-run           print every command and start nothing, also without slurm: --nodes N then says how many (2)
+#   --dry-run           check the recipe and print every command, also without slurm: --nodes N then says how many (2)
 # Engine nodes run `megatron-rl engine`: every RL stage gets their names as engine.hosts, and as engine.secret_file a
-# fresh secret. Say how many engines: stages.*.engine.replicas=4 of engine.tp 4 fill two nodes of 8 GPUs. They end with
-# the trainers, however those do.
+# fresh secret. Say how many: stages.*.engine.replicas=4 of engine.tp 4 fill two nodes. They end with the trainers.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 source "$root/launch/stopping.sh"
@@ -28,13 +27,13 @@ fi
 if ! [[ $num_engine_nodes =~ ^[0-9]+$ ]] || ((num_engine_nodes >= ${#nodes[@]})); then
     fail "--engine-nodes: got '$num_engine_nodes', must be 0 to $((${#nodes[@]} - 1)) of ${#nodes[@]} nodes"
 fi
-num_trainers=$((${#nodes[@]} - num_engine_nodes)) is_shared=''
+num_trainers=$((${#nodes[@]} - num_engine_nodes)) is_shared='' colocated=false
 trainers=("${nodes[@]:0:num_trainers}") engines=("${nodes[@]:num_trainers}")
 if ! grep -qE "kind: *[\"']?rl\b" "$recipe"; then
     ((num_engine_nodes == 0)) || fail "--engine-nodes: $recipe has no stage of kind: rl, so nothing would run there"
 elif ((num_engine_nodes == 0 && num_trainers > 1)); then
     # on one node the trainer starts its engines itself
-    engines=("${nodes[@]}") is_shared=1
+    engines=("${nodes[@]}") is_shared=1 colocated=true
 fi
 run_dir=${run_dir:-runs/$(basename "$recipe" .yaml)-$job}
 secret=$run_dir/engine_secret stop_file=$run_dir/logs/engines_stop
@@ -45,12 +44,12 @@ secret=$run_dir/engine_secret stop_file=$run_dir/logs/engines_stop
 run export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 run mkdir -p "$run_dir/logs"
 run rm -f "$stop_file" "$secret" "$run_dir/stopped.json" "$run_dir"/logs/engine_host_*.log
+note_stale_stop
 trap ask_to_stop TERM USR1 INT
 if ((${#engines[@]})); then
     hosts=("${engines[@]/%/:$((10000 + job % 10000))}")
     overrides=("stages.*.engine.hosts=[$(IFS=,; echo "${hosts[*]}")]"
-        "stages.*.engine.secret_file='${secret//\'/\'\'}'"
-        "stages.*.engine.colocated=$([[ -n $is_shared ]] && echo true || echo false)" "${overrides[@]}")
+        "stages.*.engine.secret_file='${secret//\'/\'\'}'" "stages.*.engine.colocated=$colocated" "${overrides[@]}")
     run bash -c 'umask 077; od -An -N32 -tx1 /dev/urandom | tr -d " \n" >"$0"' "$secret"
     step "${engines[@]}"
     command=("${srun[@]}" --output="$run_dir/logs/engine_host_%N.log" bash "$root/launch/engine.sh" "$stop_file"
@@ -69,9 +68,10 @@ step "${trainers[@]}"
 torchrun=("$root/launch/torchrun.sh" --nnodes "$num_trainers" --master "${trainers[0]}:$((20000 + job % 10000))"
     --run-dir "$run_dir" "$recipe" "${overrides[@]}")
 if [[ -n $dry_run ]]; then
+    there=$(bash "${torchrun[@]}" --node-rank 0 --dry-run)
     print_command "${srun[@]}" bash "${torchrun[@]}"
     echo "# that is on ${trainers[0]}, and on the others with their --node-rank:"
-    echo "#   $(bash "${torchrun[@]}" --node-rank 0 --dry-run)"
+    echo "#   $there"
     ((${#engines[@]} == 0)) || run touch "$stop_file"
     exit
 fi

@@ -4,6 +4,13 @@
 set -euo pipefail
 asked='' child=''
 
+# note_stale_stop: which `stop` an earlier start left. One that is made from now on is meant for this start, however
+# long its ranks take to look (megatron_rl/train/stopping.py)
+note_stale_stop() {
+    : "${MEGATRON_RL_STALE_STOP=$(stat -c '%i %.9Y' "${run_dir:?}/stop" 2>/dev/null || true)}"
+    export MEGATRON_RL_STALE_STOP
+}
+
 # for `trap`: the run saves and ends after the step at hand; the second time `child` is ended
 ask_to_stop() {
     [[ -z $asked || -z $child ]] || kill -TERM "$child"

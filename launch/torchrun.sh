@@ -6,7 +6,7 @@
 #   --master HOST:PORT   MASTER_ADDR MASTER_PORT   node 0 as the others reach it (127.0.0.1:29500)
 #   --nproc-per-node N   NPROC_PER_NODE  ranks of this node (one per GPU)
 #   --run-dir DIR        RUN_DIR         shared between nodes (runs/RECIPE-DATE-TIME; with several nodes runs/RECIPE)
-#   --dry-run            print the command and start nothing
+#   --dry-run            check the recipe (as far as this machine can), print the command and start nothing
 # A run directory that was used before is continued from its latest checkpoint. Rank 0 writes here, rank N to
 # logs/rank_N.log there. SIGTERM or SIGUSR1 to this script on any node, or a file `stop` in the run directory, stops the
 # run after the step at hand, with a checkpoint and exit code 75; a second signal ends it at once.
@@ -42,12 +42,19 @@ command=(env OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
     --master-addr "${master:-127.0.0.1}" --master-port "$port"
     --no-python bash -c '((RANK == 0)) || exec >>"$0/rank_$RANK.log" 2>&1; exec "$@"' "$run_dir/logs"
     "$python" -m megatron_rl train "$recipe" --run-dir "$run_dir" "${resume[@]}" "${overrides[@]}")
-[[ -z $dry_run ]] || { print_command "${command[@]}"; exit; }
+if [[ -n $dry_run ]]; then
+    world=()
+    [[ $nproc == gpu ]] || world=(--world $((nnodes * nproc)))
+    check_recipe "${world[@]}"
+    print_command "${command[@]}"
+    exit
+fi
 
 if [[ $nproc == gpu ]] && ! compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
     fail "--nproc-per-node: this machine shows no GPU; without any, say how many ranks to start"
 fi
 mkdir -p "$run_dir/logs"
+note_stale_stop
 rm -f "$run_dir/stopped.json"
 trap ask_to_stop TERM USR1
 "${command[@]}" &

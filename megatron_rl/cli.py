@@ -25,7 +25,13 @@ from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
 from megatron_rl.score.arguments import add_score
 from megatron_rl.train import launcher
-from megatron_rl.train.rank_process import RankProcess, is_launched, rank_environment, report_failure
+from megatron_rl.train.rank_process import (
+    RankProcess,
+    is_launched,
+    rank_environment,
+    report_failure,
+    stale_stop,
+)
 from megatron_rl.train.run_dir import LOGS, check_unused, choose_run_dir, make_run_dir
 from megatron_rl.train.stopping import REASONS, STOPPED, STOPPED_FILE, Stopped, forget_requests, write_stopped
 from megatron_rl.verify.arguments import add_verify
@@ -98,7 +104,7 @@ def _train(args: argparse.Namespace) -> int:
         make_run_dir(run_dir)
         if not is_launched():
             check_unused(run_dir)
-            forget_requests(run_dir)
+            forget_requests(run_dir, stale=stale_stop())
     # without checkpoints there is nothing to reach a step border for
     stop_grace_s = loaded.recipe.run.stop_grace_s if loaded.recipe.checkpoint else None
     if rank is None and world_size > 1:

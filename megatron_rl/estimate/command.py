@@ -18,7 +18,7 @@ from megatron_rl.estimate.suggest_text import suggestion_data, suggestion_rows
 from megatron_rl.estimate.text import Row
 from megatron_rl.recipe.load import LoadedRecipe, load_recipe
 from megatron_rl.recipe.problems import raise_problems
-from megatron_rl.recipe.resolve import Resolved, check_recipe, smallest_world
+from megatron_rl.recipe.resolve import Resolved, check_recipe, check_without_files, smallest_world
 from megatron_rl.recipe.summary import aligned, summary_data, summary_table
 
 _EXAMPLES = """examples:
@@ -62,6 +62,11 @@ def add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="before anything is on the disk: list files that are not there instead of refusing them",
     )
     check.add_argument(
+        "--recipe-alone",
+        action="store_true",
+        help="say what is wrong with the recipe on a machine without its model and data, and no numbers",
+    )
+    check.add_argument(
         "--model-config",
         metavar="FILE|NAME",
         help="with --plan, which it implies: take the model's sizes from this config.json, or those of a public "
@@ -81,6 +86,10 @@ def run_check(args: argparse.Namespace) -> int:
     _check_options(args)
     hardware = None if args.gpu is None else load_hardware(args.gpu)
     loaded = load_recipe(args.recipe, args.overrides)
+    if args.recipe_alone:
+        check_without_files(loaded, world_size=args.world or smallest_world(loaded.recipe))
+        print(f"{loaded.source}: nothing wrong that shows without model and data")
+        return 0
     spec = None
     if args.model_config is not None:
         spec = named_spec(args.model_config, max_positions=loaded.recipe.model.max_positions)
@@ -133,6 +142,10 @@ def _print_suggestions(
 def _check_options(args: argparse.Namespace) -> None:
     if args.gpu is None and (args.response_mean or args.prompt_mean):
         raise MegatronRLError("--response-mean, --prompt-mean: only estimates use them; add --gpu NAME")
+    if args.recipe_alone and (args.gpu or args.model_config or args.plan or args.json or args.suggest):
+        raise MegatronRLError(
+            "--recipe-alone: gives no numbers; it goes with RECIPE, --world and path=value alone"
+        )
     if args.suggest and (args.gpu is None or args.world is None):
         raise MegatronRLError("--suggest: needs the GPUs and their number; add --gpu NAME and --world N")
 

@@ -154,7 +154,8 @@ def _engine_problems(engine: EngineConfig, path: str) -> Iterator[Problem]:
 
 
 def _host_problems(engine: EngineConfig, path: str) -> Iterator[Problem]:
-    if len(engine.hosts) > engine.replicas:
+    # the trainer's own machines are not idle without an engine
+    if len(engine.hosts) > engine.replicas and not engine.colocated:
         yield Problem(
             f"{path}.hosts",
             f"has {len(engine.hosts)} hosts for {engine.replicas} replicas, so that some would stay idle; raise "

@@ -91,26 +91,14 @@ def check_recipe(
     if planned and model_spec is None:
         model = [problem for problem in absent if problem.path == "model.hf_path"]
         problems += [Problem(p.path, f"{p.text}; a plan needs its sizes: --model-config") for p in model]
-    layout = _layout(recipe, world_size, problems)
-    spec = model_spec or _spec(recipe, problems)
+    layout, spec, found = _fit(recipe, world_size, model_spec)
+    problems += found
     for i, stage in enumerate(recipe.stages):
-        path = f"stages.{i}"
-        problems += stage_problems(stage, path)
-        problems += reward_problems(stage, path)
-        problems += _routing_problems(stage, path, recipe)
-        reference = list(_reference_problems(stage, f"{path}.algorithm.kl.reference", spec))
+        reference = list(_reference_problems(stage, f"stages.{i}.algorithm.kl.reference", spec))
         if planned and reference and not _has_reference(stage):
             absent += reference
         else:
             problems += reference
-        if layout is not None:
-            problems += _dp_problems(stage, path, layout.dp)
-            problems += _padding_problems(stage, path, layout)
-        if spec is not None:
-            problems += _length_problems(stage, path, spec)
-    problems += profile_problems(recipe)
-    if spec is not None:
-        problems += _split_problems(recipe, spec)
     if problems or layout is None or spec is None:
         raise_problems(loaded.source, problems, loaded.places)
     stage_layers = layout.stage_layers(spec.num_layers)
@@ -124,6 +112,37 @@ def check_recipe(
         stages=tuple(_resolve_stage(stage, layout.dp) for stage in recipe.stages),
         unchecked=tuple(absent) if planned else (),
     )
+
+
+def check_without_files(loaded: LoadedRecipe, *, world_size: int) -> None:
+    """What `check_recipe` finds wrong on a machine that may have neither the model nor the data: with the recipe alone,
+    and with its model if that is there. Raises RecipeError, one line per violation."""
+    problems = [*_eval_name_problems(loaded.recipe), *_fit(loaded.recipe, world_size, None)[2]]
+    if problems:
+        raise_problems(loaded.source, problems, loaded.places)
+
+
+def _fit(
+    recipe: Recipe, world_size: int, spec: ModelSpec | None
+) -> tuple[ParallelLayout | None, ModelSpec | None, list[Problem]]:
+    """Layout and model, as far as there are any, and all that does not fit them or together."""
+    problems: list[Problem] = []
+    layout = _layout(recipe, world_size, problems)
+    spec = spec or _spec(recipe, problems)
+    for i, stage in enumerate(recipe.stages):
+        path = f"stages.{i}"
+        problems += stage_problems(stage, path)
+        problems += reward_problems(stage, path)
+        problems += _routing_problems(stage, path, recipe)
+        if layout is not None:
+            problems += _dp_problems(stage, path, layout.dp)
+            problems += _padding_problems(stage, path, layout)
+        if spec is not None:
+            problems += _length_problems(stage, path, spec)
+    problems += profile_problems(recipe)
+    if spec is not None:
+        problems += _split_problems(recipe, spec)
+    return layout, spec, problems
 
 
 def layout_problems(recipe: Recipe, layout: ParallelLayout, spec: ModelSpec) -> Iterator[Problem]:

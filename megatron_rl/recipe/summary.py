@@ -170,7 +170,7 @@ def _engine(stage: Stage) -> list[tuple[str, str]]:
     engine, rows = stage.engine, []
     if engine.hosts:
         by_host = [
-            f"{host}: {', '.join(map(str, range(i, engine.replicas, len(engine.hosts))))}"
+            f"{host}: {', '.join(map(str, range(i, engine.replicas, len(engine.hosts)))) or 'none'}"
             for i, host in enumerate(engine.hosts)
         ]
         rows.append(("  engine replicas", "; ".join(by_host)))

@@ -26,6 +26,7 @@ from megatron_rl.train.stopping import StopRequest, pass_over
 STOP_GRACE_S = 5.0  # from being told to end to being killed
 
 _PARENT_FD = "MEGATRON_RL_PARENT_FD"
+_STALE_STOP = "MEGATRON_RL_STALE_STOP"
 _FAILURE_FD = "MEGATRON_RL_FAILURE_FD"
 _REPORT_END = b"\n"
 _reporting = threading.Lock()
@@ -50,6 +51,11 @@ def rank_environment() -> RankEnvironment | None:
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
+
+
+def stale_stop() -> str | None:
+    """What a launch script says of the `stop` that an earlier start left; see `stopping.forget_requests`."""
+    return os.environ.get(_STALE_STOP)
 
 
 def is_launched() -> bool:

@@ -154,8 +154,21 @@ def write_stopped(run_dir: Path, *, reason: str, stage: str, step: int, checkpoi
     write_atomically(run_dir / STOPPED_FILE, to_json(record) + b"\n")
 
 
-def forget_requests(run_dir: Path) -> None:
-    """Remove what an earlier start was asked and left; this one is to run."""
-    for name in (STOP_FILE, STOPPED_FILE):
-        with suppress(FileNotFoundError):
-            (run_dir / name).unlink()
+def forget_requests(run_dir: Path, *, stale: str | None) -> None:
+    """Remove what an earlier start was asked and left; this one is to run.
+
+    `stale` is what launch/stopping.sh says of the `stop` that it found, empty for none: one made since then is meant
+    for this start. None: no script started this.
+    """
+    with suppress(FileNotFoundError):
+        (run_dir / STOPPED_FILE).unlink()
+    stop = run_dir / STOP_FILE
+    with suppress(FileNotFoundError):
+        if stale is None or stale == _mark(stop.stat()):
+            stop.unlink()
+
+
+def _mark(found: os.stat_result) -> str:
+    """As `stat -c '%i %.9Y'`."""
+    seconds, rest = divmod(found.st_mtime_ns, 10**9)
+    return f"{found.st_ino} {seconds}.{rest:09d}"

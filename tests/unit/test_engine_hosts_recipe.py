@@ -7,6 +7,7 @@ from megatron_rl.recipe.hosts import HostPort, parse_host_port
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.origins import format_resolved
 from megatron_rl.recipe.resolve import check_recipe
+from megatron_rl.recipe.summary import summary_table
 from tests.helpers.recipes import write_recipe
 
 ENGINE = "stages.1.engine"
@@ -70,6 +71,31 @@ def test_hosts_that_do_not_fit_are_problems(recipe, overrides, path, text):
     (line,) = str(caught.value).splitlines()[1:]
     assert line.strip().startswith(f"{ENGINE}.{path} ")
     assert f": {text}" in line
+
+
+def test_hosts_that_train_may_have_no_engine(recipe):
+    more = ["hosts=[localhost:1, localhost:2]", "colocated=true"]
+    loaded = load_recipe(recipe, [f"{ENGINE}.{each}" for each in more])
+    table = summary_table(loaded, check_recipe(loaded, world_size=1))
+    assert "localhost:1: 0; localhost:2: none" in table
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (["engine.sleep=true", "engine.colocated=false"], "got false with sleep: true"),
+        (
+            ["engine.colocated=true", "overlap=one_step", "algorithm.correction.kind=token_tis"],
+            "got true with overlap one_step",
+        ),
+    ],
+)
+def test_where_engines_are_must_fit_what_they_do(recipe, more, text):
+    stage = ENGINE.removesuffix(".engine")
+    with pytest.raises(RecipeError) as caught:
+        check_recipe(load_recipe(recipe, [f"{stage}.{each}" for each in more]), world_size=1)
+    (line,) = str(caught.value).splitlines()[1:]
+    assert f"{ENGINE}.colocated " in line and text in line
 
 
 def test_a_recipe_with_hosts_is_saved_as_it_can_be_read(recipe, tmp_path):
