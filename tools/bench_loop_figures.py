@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-PHASES = ("generate", "reward", "logprob", "train", "sync")
+# wait: for rollouts that are made while others are trained on
+PHASES = ("generate", "reward", "logprob", "train", "wait", "sync")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +117,8 @@ def report(case: Case, result: Mapping[str, Any]) -> str:
     ]
     if ours.lengths:
         each = [statistics.median(phases[name] for phases in ours.phases) for name in PHASES]
-        named = ", ".join(f"{name} {seconds:.2f}" for name, seconds in zip(PHASES, each, strict=True))
+        pairs = zip(PHASES, each, strict=True)
+        named = ", ".join(f"{name} {seconds:.2f}" for name, seconds in pairs if seconds)
         lines += [
             f"  seconds: {named}; outside of them {100 * other_frac(ours):.1f} % of the time",
             f"  lengths, ours: {lengths_line(ours.lengths, limit=case.max_tokens)}",

@@ -57,7 +57,7 @@ def test_a_report_has_the_ratio_of_rounds_and_both_histograms(tool: ModuleType) 
         cpu_seconds=[2.0],
         work=[256.0],
         lengths=[*range(1, 101)],
-        phases=[{n: 0.39 for n in figures.PHASES}],
+        phases=[{n: 0.325 for n in figures.PHASES}],
     )
     theirs = figures.peer_steps(
         [{"seconds": 9.0, "cpu_seconds": 9.0, "lengths": [1]}]
