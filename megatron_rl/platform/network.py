@@ -27,7 +27,10 @@ def choose_gloo_interface(environment: MutableMapping[str, str], *, host: str, p
     """
     if GLOO_INTERFACE in environment:
         return
-    change = f"set MASTER_ADDR to an address of the first machine that all others reach, or {GLOO_INTERFACE} yourself"
+    change = (
+        "set MASTER_ADDR, which is `--master` of launch/torchrun.sh, to an address of the first machine that all "
+        f"others reach, or {GLOO_INTERFACE} yourself"
+    )
     try:
         own = own_address(host, port)
     except OSError as error:
@@ -36,8 +39,8 @@ def choose_gloo_interface(environment: MutableMapping[str, str], *, host: str, p
         ) from error
     if ipaddress.ip_address(own.partition("%")[0]).is_loopback:
         raise MegatronRLError(
-            f"MASTER_ADDR: {host} is {own} here, which leads to this machine alone, but the run has ranks on "
-            f"others; {change}"
+            f"MASTER_ADDR: {host}{'' if host == own else f' is {own} here and'} leads to this machine alone, but the "
+            f"run has ranks on others; {change}"
         )
     interface = interface_of(own)
     if interface is not None:
