@@ -23,7 +23,7 @@ parse() {
             --dry-run) dry_run=1 ;;
             --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
             -*) [[ $known == *" $1="* ]] || fail "$1: no such option; see $script --help"
-                [[ -n ${2:-} ]] || fail "$1: needs a value"
+                [[ -n ${2:-} && $2 != --* ]] || fail "$1: needs a value${2:+, got the option $2}"
                 local variable=${known#*" $1="}
                 printf -v "${variable%% *}" %s "$2"
                 shift ;;
@@ -39,6 +39,8 @@ parse() {
     done
     [[ -n $recipe ]] || fail "no recipe; usage: $script RECIPE [path=value ...], see --help"
     [[ -f $recipe ]] || fail "$recipe: no such recipe file"
+    # no command takes it for an option
+    [[ ${run_dir:=} != -* ]] || run_dir=./$run_dir
 }
 
 # check_recipe [option]: end with what is wrong with recipe and overrides, as far as this machine can say
@@ -49,6 +51,11 @@ check_recipe() {
     ((code != 2)) || { echo "$said" >&2; exit 2; }
     # such as a login node, where the requirements are in an image
     ((code == 0)) || echo "# the recipe was not checked: ${said##*$'\n'}" >&2
+}
+
+# make_run_dir: with a place for logs
+make_run_dir() {
+    run mkdir -p "${run_dir:?}/logs" || fail "--run-dir: $run_dir cannot be made; choose another directory"
 }
 
 # run COMMAND...: run it, or with --dry-run print it

@@ -17,32 +17,32 @@ source "$root/launch/slurm_steps.sh"
 num_engine_nodes=0 image='' mounts='' run_dir='' num_nodes=2 job=${SLURM_JOB_ID:-0}
 parse "$0" "--engine-nodes=num_engine_nodes --container=image --mounts=mounts --run-dir=run_dir --nodes=num_nodes" "$@"
 if [[ -n ${SLURM_JOB_NODELIST:-} ]]; then
-    mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    names=$(scontrol show hostnames "$SLURM_JOB_NODELIST") && [[ -n $names ]] || fail "scontrol named no nodes"
+    mapfile -t nodes <<<"$names"
 elif [[ -n $dry_run ]]; then
     [[ $num_nodes =~ ^[1-9][0-9]*$ ]] || fail "--nodes: got '$num_nodes', must be a number of nodes"
     mapfile -t nodes < <(seq -f 'node%g' 1 "$num_nodes")
 else
     fail "not in a slurm allocation; submit launch/slurm.sbatch, or add --dry-run"
 fi
-if ! [[ $num_engine_nodes =~ ^[0-9]+$ ]] || ((num_engine_nodes >= ${#nodes[@]})); then
+if ! [[ $num_engine_nodes =~ ^(0|[1-9][0-9]{0,5})$ ]] || ((num_engine_nodes >= ${#nodes[@]})); then
     fail "--engine-nodes: got '$num_engine_nodes', must be 0 to $((${#nodes[@]} - 1)) of ${#nodes[@]} nodes"
 fi
 num_trainers=$((${#nodes[@]} - num_engine_nodes)) is_shared='' colocated=false
 trainers=("${nodes[@]:0:num_trainers}") engines=("${nodes[@]:num_trainers}")
-if ! grep -qE "kind: *[\"']?rl\b" "$recipe"; then
+if ! grep -qE "^[^#]*\bkind[\"']? *: *[\"']?rl\b" "$recipe"; then
     ((num_engine_nodes == 0)) || fail "--engine-nodes: $recipe has no stage of kind: rl, so nothing would run there"
 elif ((num_engine_nodes == 0 && num_trainers > 1)); then
     # on one node the trainer starts its engines itself
     engines=("${nodes[@]}") is_shared=1 colocated=true
 fi
 run_dir=${run_dir:-runs/$(basename "$recipe" .yaml)-$job}
-secret=$run_dir/engine_secret stop_file=$run_dir/logs/engines_stop
+name_files
 
 [[ -z $image ]] || run export MEGATRON_RL_PYTHON=python3
-# says why NCCL fails. It finds cards and networks itself: where it picks wrong ones, set NCCL_IB_HCA and
-# NCCL_SOCKET_IFNAME before sbatch, which passes them on
+# says why NCCL fails. Where it picks wrong cards or networks, set NCCL_IB_HCA and NCCL_SOCKET_IFNAME before sbatch
 run export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-run mkdir -p "$run_dir/logs"
+make_run_dir
 run rm -f "$stop_file" "$secret" "$run_dir/stopped.json" "$run_dir"/logs/engine_host_*.log
 note_stale_stop
 trap ask_to_stop TERM USR1 INT

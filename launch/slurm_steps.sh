@@ -2,6 +2,13 @@
 # The job steps of launch/slurm_multinode.sh; sourced by it.
 set -euo pipefail
 
+# name_files: in a run directory that another job may be using
+name_files() {
+    [[ ${run_dir:?} != *[$'\n'%\\]* ]] ||
+        fail "--run-dir: got ${run_dir@Q}, must be without %, \\ and line breaks, which srun takes for something else"
+    secret=$run_dir/logs/engine_secret-${job:?} stop_file=$run_dir/logs/engines_stop-$job
+}
+
 # step NODE...: `srun`, the command that starts one task on each; all tasks end when one fails
 step() {
     srun=(srun --kill-on-bad-exit=1 --ntasks-per-node=1 --nodes=$# --nodelist="$(IFS=,; echo "$*")")
@@ -19,7 +26,7 @@ step() {
 # wait_for_engines NUMBER: until so many hosts listen
 wait_for_engines() {
     : "${engine_step:?}"
-    until (($(grep -ls 'listening on' "${run_dir:?}"/logs/engine_host_*.log | wc -l) == $1)); do
+    until (($(grep -lsZ 'listening on' "${run_dir:?}"/logs/engine_host_*.log | tr -dc '\0' | wc -c) == $1)); do
         [[ -z ${asked:-} ]] || exit 75
         kill -0 "$engine_step" 2>/dev/null || fail "an engine host did not start; see $run_dir/logs/engine_host_*.log"
         sleep 0.2

@@ -15,19 +15,21 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 source "$root/launch/stopping.sh"
 
-nnodes=${NNODES:-1} node_rank=${NODE_RANK:-${SLURM_NODEID:-0}} nproc=${NPROC_PER_NODE:-gpu} run_dir=${RUN_DIR:-}
+nnodes=${NNODES:-1} node_rank=${NODE_RANK:-${SLURM_NODEID:-}} nproc=${NPROC_PER_NODE:-gpu} run_dir=${RUN_DIR:-}
 master=${MASTER_ADDR:-}${MASTER_PORT:+:$MASTER_PORT}
 parse "$0" "--nnodes=nnodes --node-rank=node_rank --master=master --nproc-per-node=nproc --run-dir=run_dir" "$@"
 [[ $nnodes =~ ^[1-9][0-9]*$ ]] || fail "--nnodes: got '$nnodes', must be a number of nodes"
 ((nnodes > 1)) || node_rank=0
-if ! [[ $node_rank =~ ^[0-9]+$ ]] || ((node_rank >= nnodes)); then
-    fail "--node-rank: got '$node_rank', must be 0 to $((nnodes - 1))"
-fi
 [[ $nproc =~ ^([1-9][0-9]*|gpu)$ ]] || fail "--nproc-per-node: got '$nproc', must be a number of ranks"
 ((nnodes == 1)) || [[ -n ${master%%:*} ]] || fail "--master: needed with several nodes, such as --master node1:29500"
+if ! [[ $node_rank =~ ^(0|[1-9][0-9]*)$ ]] || ((node_rank >= nnodes)); then
+    fail "--node-rank: got '$node_rank', must be 0 to $((nnodes - 1)), another one on each node"
+fi
 port=29500
-[[ $master == *:* ]] && port=${master##*:} master=${master%:*}
-[[ $port =~ ^[1-9][0-9]*$ ]] || fail "--master: got the port '$port', must be a number"
+[[ $master == *:* && $master != *] ]] && port=${master##*:} master=${master%:*}
+[[ $port =~ ^[1-9][0-9]{0,4}$ ]] && ((port <= 65535)) || fail "--master: got the port '$port', must be 1 to 65535"
+[[ $master == \[*\] ]] && master=${master:1:-1} || [[ $master != *:* ]] || fail "--master: got '$master' before the port, \
+must be a name or an address; one of IPv6 in brackets, such as [fe80::1]:29500"
 name=$(basename "$recipe" .yaml)
 # several nodes could not agree on a time
 [[ -n $run_dir ]] || run_dir=runs/$name$( ((nnodes > 1)) || date +-%Y%m%d-%H%M%S)
@@ -53,7 +55,7 @@ fi
 if [[ $nproc == gpu ]] && ! compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
     fail "--nproc-per-node: this machine shows no GPU; without any, say how many ranks to start"
 fi
-mkdir -p "$run_dir/logs"
+make_run_dir
 note_stale_stop
 rm -f "$run_dir/stopped.json"
 trap ask_to_stop TERM USR1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_rl.train.stopping import forget_requests
 from tests.helpers.launching import ROOT, make_place, run, start
+from tests.helpers.slurm import make_script
 
 MATH = str(ROOT / "recipes/klear_reasoner_8b/math_rl.yaml")
 
@@ -77,3 +79,130 @@ def test_a_request_to_stop_holds_once_the_script_has_started_and_only_then(place
     (run_dir / "stop").touch()
     process.communicate(timeout=60)
     assert process.returncode == 75
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            ["--nnodes", "2", "--master", "n1"],
+            "--node-rank: got '', must be 0 to 1, another one on each node",
+        ),
+        (["--nnodes", "12", "--master", "n1", "--node-rank", "08"], "--node-rank: got '08', must be 0 to 11"),
+        (["--master", "n1:65536"], "--master: got the port '65536', must be 1 to 65535"),
+        (["--master", "n1:1:2"], "--master: got 'n1:1' before the port, must be a name or an address"),
+        (["--master", "fe80::1:29500"], "one of IPv6 in brackets"),
+        (["--run-dir", "--dry-run"], "--run-dir: needs a value, got the option --dry-run"),
+        (["--run-dir", "r.yaml/runs"], "--run-dir: r.yaml/runs cannot be made; choose another directory"),
+    ],
+)
+def test_options_that_would_go_wrong_later_are_refused_at_once(place, arguments, complaint):
+    done = run(place, "launch/torchrun.sh", "r.yaml", *arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("master", "address", "port"),
+    [
+        ("[fe80::1]:7", "fe80::1", "7"),
+        ("[fe80::1]", "fe80::1", "29500"),
+        ("n1", "n1", "29500"),
+        (":7", "127.0.0.1", "7"),
+    ],
+)
+def test_a_master_is_a_name_or_an_address_with_or_without_a_port(place, master, address, port):
+    done = run(place, "launch/torchrun.sh", "--dry-run", "r.yaml", "--master", master)
+    assert f"--master-addr {address} --master-port {port} " in done.stdout
+
+
+@pytest.mark.parametrize("script", ["torchrun.sh", "slurm_multinode.sh"])
+@pytest.mark.parametrize("name", ["-r", "it's $(touch made) a*", "a\nb", "%N", "\\"], ids=repr)
+def test_any_run_directory_is_used_as_it_is_named_or_refused(place, script, name):
+    (place / "broken").touch()
+    (place / "-r.yaml").write_text((place / "r.yaml").read_text())
+    done = run(
+        place, f"launch/{script}", "./-r.yaml", "--run-dir", name, nodes="n1,n2" if "slurm" in script else ""
+    )
+    assert not (place / "made").exists()
+    if "slurm" in script and name not in ("-r", "it's $(touch made) a*"):
+        assert done.returncode == 2
+        assert "must be without %, \\ and line breaks" in done.stderr
+        assert not (place / name).exists()
+        return
+    assert done.returncode == 1, done.stderr
+    assert (place / name / "logs").is_dir()
+    known = {
+        "bin",
+        "launch",
+        ".venv",
+        "srun.log",
+        "scontrol.log",
+        "hosts.log",
+        "started",
+        "stale",
+        "broken",
+        name,
+    }
+    assert {path.name for path in place.iterdir() if path.suffix != ".yaml"} - known == {
+        path.name for path in place.glob("*.*.*")
+    }
+
+
+@pytest.mark.parametrize("way", ["missing", "fails", "says nothing"])
+def test_nodes_that_slurm_does_not_name_are_an_error(place, way):
+    scontrol = place / "bin" / "scontrol"
+    scontrol.unlink()
+    if way != "missing":
+        make_script(scontrol, f"#!/usr/bin/env bash\nexit {int(way == 'fails')}\n")
+    done = run(place, "launch/slurm_multinode.sh", "r.yaml", nodes="n1,n2")
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: scontrol named no nodes\n")
+    assert not (place / "runs").exists()
+
+
+def test_a_job_that_cannot_be_requeued_says_so_and_keeps_its_exit_code(place):
+    make_script(place / "bin" / "scontrol", "#!/usr/bin/env bash\n[[ $1 == show ]] && echo n1\n")
+    process = start(place, "launch/slurm.sbatch", "r.yaml", nodes="n1")
+    process.send_signal(signal.SIGUSR1)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "error: not requeued; submit it again" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "is_rl"),
+    [
+        ("stages: [{kind: rl}]", True),
+        ('{"stages": [{"kind": "rl"}]}', True),
+        ("stages:\n  - kind : 'rl'", True),
+        ("stages:\n  - kind: sft   # then kind: rl", False),
+        ("# kind: rl\nstages: [{kind: sft}]", False),
+        ("stages: [{kind: rlhf}]", False),
+    ],
+)
+def test_engines_are_placed_for_recipes_with_rollouts_however_they_are_written(place, text, is_rl):
+    (place / "r.yaml").write_text(text)
+    done = run(place, "launch/slurm_multinode.sh", "r.yaml", "--dry-run", nodes="n1,n2")
+    assert done.returncode == 0
+    assert ("launch/engine.sh" in done.stdout) is is_rl
+
+
+def test_two_jobs_in_one_run_directory_keep_their_engines_apart(place):
+    first, second = (
+        run(
+            place,
+            "launch/slurm_multinode.sh",
+            "r.yaml",
+            "--run-dir",
+            "r",
+            "--dry-run",
+            nodes="n1,n2",
+            SLURM_JOB_ID=job,
+        )
+        for job in ("7", "8")
+    )
+    for name in ("engine_secret", "engines_stop"):
+        assert f"{name}-7" in first.stdout and f"{name}-8" in second.stdout
+        assert f"{name}-7" not in second.stdout

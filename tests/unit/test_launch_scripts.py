@@ -86,7 +86,7 @@ def test_arguments_and_variables_say_the_same_and_arguments_win(place):
 def test_the_run_directory_has_a_default_that_several_nodes_agree_on(place):
     one = shlex.split(run(place, "launch/torchrun.sh", "r.yaml", "--dry-run").stdout)
     assert re.fullmatch(r"runs/r-\d{8}-\d{6}", words_after(one, "--run-dir")[0])
-    several = run(place, "launch/torchrun.sh", "r.yaml", "--dry-run", "--nnodes=2", "--master=n1")
+    several = run(place, "launch/torchrun.sh", "r.yaml", "--dry-run", "--nnodes=2", "--node-rank=1", "--master=n1")
     assert words_after(shlex.split(several.stdout), "--run-dir")[0] == "runs/r"
 
 
@@ -162,7 +162,7 @@ def test_a_requeued_job_continues_its_run_with_a_fresh_secret_and_its_new_nodes(
     for nodes in ("n1,n2,n3", "n4,n5,n6"):
         process = start(place, "launch/slurm.sbatch", "--engine-nodes", "1", "r.yaml", nodes=nodes)
         wait_until(lambda: all(len(starts_on(place, node)) > len(secrets) for node in (0, 1)))
-        secrets.append((place / "runs" / "r-7" / "engine_secret").read_text())
+        secrets.append((place / "runs" / "r-7" / "logs" / "engine_secret-7").read_text())
         (place / "runs" / "r-7" / "recipe.resolved.yaml").touch()
         process.send_signal(signal.SIGUSR1)
         assert process.wait(60) == 75
@@ -182,7 +182,7 @@ def test_separate_engines_are_on_nodes_of_their_own_with_a_secret_that_others_ca
     options = ("--engine-nodes", "2", "--run-dir", "runs/it's mine")
     process = start(place, "launch/slurm_multinode.sh", "r.yaml", "b=2", *options, nodes="n1,n2,n3,n4,n5")
     run_dir = place / "runs" / "it's mine"
-    secret = run_dir / "engine_secret"
+    secret = run_dir / "logs" / "engine_secret-7"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert re.fullmatch(r"[0-9a-f]{64}", secret.read_text())
     engines, trainers = map(shlex.split, (place / "srun.log").read_text().splitlines())
@@ -192,12 +192,12 @@ def test_separate_engines_are_on_nodes_of_their_own_with_a_secret_that_others_ca
     # a step without it would have one core
     assert "--cpus-per-task=64" in engines
     assert "--cpus-per-task=64" in trainers
-    assert words_after(engines, "--secret-file")[0] == "runs/it's mine/engine_secret"
+    assert words_after(engines, "--secret-file")[0] == "runs/it's mine/logs/engine_secret-7"
     assert words_after(trainers, "--master")[0] == "n1:20007"
     # the user's come last, and so have the last word
     hosts, secret_file, colocated, own = words_after(trainers, "r.yaml")
     assert parse_override(hosts).value == ["n4:10007", "n5:10007"]
-    assert parse_override(secret_file).value == "runs/it's mine/engine_secret"
+    assert parse_override(secret_file).value == "runs/it's mine/logs/engine_secret-7"
     assert colocated == "stages.*.engine.colocated=false"
     assert own == "b=2"
     wait_until(lambda: all(starts_on(place, node) for node in range(3)))
