@@ -16,7 +16,7 @@ from megatron_rl.estimate.stage_time import Assumed
 from megatron_rl.estimate.suggest import suggest
 from megatron_rl.estimate.suggest_text import suggestion_data, suggestion_rows
 from megatron_rl.estimate.text import Row
-from megatron_rl.recipe.load import LoadedRecipe, load_recipe
+from megatron_rl.recipe.load import LoadedRecipe, load_recipe, resolved_yaml
 from megatron_rl.recipe.problems import raise_problems
 from megatron_rl.recipe.resolve import Resolved, check_recipe, check_without_files, smallest_world
 from megatron_rl.recipe.summary import aligned, summary_data, summary_table
@@ -42,6 +42,11 @@ def add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--world", type=positive_int, metavar="N", help="processes (default: the fewest that fit)"
     )
     check.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    check.add_argument(
+        "--resolved",
+        action="store_true",
+        help="print the recipe with every key, and whether file, override, compat or a default set it",
+    )
     check.add_argument(
         "--gpu",
         metavar="NAME|FILE",
@@ -104,6 +109,9 @@ def run_check(args: argparse.Namespace) -> int:
             if other is not None:
                 _print_suggestions(loaded, other, hardware, assumed, as_json=args.json)
         raise
+    if args.resolved:
+        print(resolved_yaml(loaded), end="")
+        return 0
     found = (
         None
         if hardware is None
@@ -140,6 +148,8 @@ def _print_suggestions(
 
 
 def _check_options(args: argparse.Namespace) -> None:
+    if args.resolved and (args.json or args.gpu is not None):
+        raise MegatronRLError("--resolved: prints the recipe in place of numbers; leave out --json and --gpu")
     if args.gpu is None and (args.response_mean or args.prompt_mean):
         raise MegatronRLError("--response-mean, --prompt-mean: only estimates use them; add --gpu NAME")
     if args.recipe_alone and (args.gpu or args.model_config or args.plan or args.json or args.suggest):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main
+from megatron_rl.recipe.load import load_recipe
 from megatron_rl.train.run_dir import choose_run_dir
 from tests.helpers.recipes import write_recipe
 
@@ -38,6 +39,19 @@ def test_check_prints_how_weights_will_travel_to_each_rl_stage(recipe, capsys):
     hosts = ["stages.1.engine.hosts=[a:1, b:1]", "stages.1.engine.secret_file=sft.jsonl"]
     assert main(["check", recipe, "stages.1.engine.replicas=2", *hosts]) == 0
     assert "between 3 machines" in capsys.readouterr().out
+
+
+def test_check_resolved_prints_every_key_as_a_recipe(recipe, tmp_path, capsys):
+    assert main(["check", recipe, "--resolved", "stages.0.steps=30"]) == 0
+    text = capsys.readouterr().out
+    assert "    steps: 30  # override\n" in text and "      max_grad_norm: 1.0  # default\n" in text
+    assert "\nlayout:\n  tp: 1" in text and "request_timeout_s: 600.0  # default" in text
+    again = tmp_path / "again.yaml"
+    again.write_text(text)
+    assert load_recipe(again).recipe == load_recipe(recipe, ["stages.0.steps=30"]).recipe
+    assert main(["check", recipe, "--resolved", "--json"]) == 2
+    assert "--resolved: prints the recipe in place of numbers" in capsys.readouterr().err
+    assert main(["check", recipe, "--resolved", "stages.1.group_size=0"]) == 2
 
 
 def test_check_json_holds_the_same_numbers_for_programs(recipe, capsys):
