@@ -148,6 +148,11 @@ _MACHINE = (
         },
         unit="seconds per iteration",
     ),
+    Chart(
+        title="Groups not waited for",
+        metrics={"late": "stragglers/late_groups", "dropped as too old": "stragglers/stale_groups"},
+        unit="groups per iteration",
+    ),
     Chart(title="Throughput", metrics={"tokens": "throughput/tokens_per_s"}, unit="tokens/s"),
     Chart(
         title="Memory",
@@ -160,7 +165,7 @@ _MACHINE = (
 def sections(sources: Sequence[Source]) -> dict[str, list[Card]]:
     """Title of each section with its cards; those without any are left out."""
     parts = _named(sources, "Parts of the reward", "mean of the part, without its weight", _is_part)
-    stale = _named(sources, "Staleness", "weight versions", lambda name: "stale" in name)
+    stale = _named(sources, "Staleness", "transfers", lambda name: name.startswith("rollout/staleness"))
     found = {
         "Evaluation": evaluation_cards(sources),
         "Learning": _cards((*_LEARNING, parts), sources),

@@ -99,7 +99,7 @@ def _rollout(
         if isinstance(parts, dict)
         else {},
         "finish": str(line.get("finish", "")),
-        "version": _count(line.get("weight_version")),
+        "versions": _versions(line),
         "difficulty": _number(line.get("difficulty")),
         "length": _count(line.get("num_tokens")),
         "tokens": None if tokens is None else _tokens(tokens),
@@ -136,6 +136,15 @@ def _drop_tokens_beyond(rollouts: Sequence[dict[str, Any]], most: int) -> None:
             left -= len(rollout["tokens"]["tokens"])
             if left < 0:
                 rollout["tokens"] = None
+
+
+def _versions(line: Mapping[str, Any]) -> list[list[int | None]]:
+    """Tokens and weight version of each part of a response, tokens of a single part null; empty where not known."""
+    runs = line.get("version_runs") or [[None, line.get("weight_version")]]
+    if not isinstance(runs, list) or not all(isinstance(run, list) and len(run) == 2 for run in runs):
+        return []
+    found = [[_count(tokens), _count(version)] for tokens, version in runs]
+    return [] if any(version is None for _, version in found) else found
 
 
 def _count(value: Any) -> int | None:

@@ -53,8 +53,10 @@ def facts(source: Source) -> list[tuple[str, str]]:
         found.append(
             (f"{name}, avg@{final.samples}", f"{100 * first.avg_at_k:.1f} → {100 * final.avg_at_k:.1f} %")
         )
-    if (tokens := last.get("count/tokens")) is not None:
-        found.append(("tokens trained on", f"{tokens:,.0f}"))
+    # counted over the whole run
+    for label, name in (("SFT tokens", "count/tokens"), ("rollouts", "count/rollouts")):
+        if name in last:
+            found.append((label, f"{last[name]:,.0f}"))
     return found
 
 

@@ -56,6 +56,8 @@ def test_a_run_whose_engine_is_killed_and_then_stopped_is_the_run_that_was_not_d
     run_dir = place / "runs" / "disturbed"
     # the second group has to get the port of the first
     port, alive = f"stages.1.engine.port={free_port()}", "stages.1.engine.heartbeat_timeout_s=10"
+    # what sleeps is lost as what does not, and gives the same bits
+    asleep = "stages.1.engine.sleep=true"
     scratch = run_dir.parent / "disturbed_scratch"
     scratch.mkdir()
     process = start(
@@ -64,12 +66,13 @@ def test_a_run_whose_engine_is_killed_and_then_stopped_is_the_run_that_was_not_d
         f"model.hf_path={beginner}",
         port,
         alive,
+        asleep,
         recipe=GOLDEN,
         environment={"TMPDIR": str(scratch)},
     )
     engines = []
     try:
-        # stopped while the trainer is busy, the engine meets the next transfer
+        # stopped while the trainer is busy and it sleeps, the engine meets the next transfer
         for step, phase, number in ((2, "generate", signal.SIGKILL), (3, "train", signal.SIGSTOP)):
             wait_for_phase(process, run_dir, step, phase)
             engines += processes_of(run_dir, ENGINE)

@@ -1,5 +1,7 @@
 """The page of a run, read as a file: what it holds, that plotly takes its figures, and that nothing in it can run."""
 
+import json
+
 import plotly.graph_objects as go
 import pytest
 
@@ -94,6 +96,31 @@ def test_rollouts_have_gold_reason_and_tokens(page):
     assert one["gold"] == "2" and one["prompt"] == "2+0=?"
     assert one["tokens"]["tokens"][4] == "</script>"
     assert len(one["tokens"]["logprobs"]) == len(one["tokens"]["tokens"])
+
+
+def test_numbers_of_overlap_stand_where_their_units_do(tmp_path):
+    records = RunRecords(tmp_path)
+    late = {"stragglers/late_groups": 3.0, "stragglers/stale_groups": 1.0, "count/dropped_stale": 1.0}
+    fresh = {"rollout/staleness_mean": 0.5, "rollout/staleness_max": 1.0}
+    for step in (1, 2):
+        counts = {"count/tokens": 796.0, "count/rollouts": 48.0 * step}
+        records.log_step({**late, **fresh, **counts}, stage="rl", iteration=step, step=step)
+    records.close()
+    page = Page(write_report(tmp_path))
+    assert [one["name"] for one in page.figure("transfers")["data"]] == ["staleness_mean", "staleness_max"]
+    assert [one["name"] for one in page.figure("groups per")["data"]] == ["late", "dropped as too old"]
+    assert "SFT tokens 796" in page.text and "rollouts 96" in page.text
+
+
+def test_a_response_that_several_weights_sampled_says_which(tmp_path):
+    path = record_run(tmp_path) / "rollouts" / f"iter_{RL_ITERATIONS:06d}.jsonl"
+    lines = [json.loads(line) for line in path.read_text().split("\n") if line]
+    lines[0]["version_runs"] = [[44, 2], [7, 4]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = [
+        one for one in Page(write_report(tmp_path)).data["rollouts"] if one["iteration"] == RL_ITERATIONS
+    ]
+    assert [one["versions"] for one in found[:2]] == [[[44, 2], [7, 4]], [[None, RL_ITERATIONS]]]
 
 
 def test_a_comparison_lists_differing_values_alone_and_numbers_per_run(run, tmp_path):

@@ -99,7 +99,7 @@
     if (r.finish) tag(r.finish === "length" ? "cut at the limit" : r.finish);
     if (r.difficulty !== null) tag(`difficulty ${number(r.difficulty)}`);
     tag(`iteration ${r.iteration}`);
-    if (r.version !== null && r.version !== undefined) tag(`weights ${r.version}`);
+    if (r.versions.length) tag(`weights ${r.versions.map(([count, version]) => version + (count === null ? "" : ` (${count} tokens)`)).join(", ")}`);
     tag(`${r.id} / ${r.sample}`);
     const parts = [tags];
     if (r.reason) parts.push(make("p", "note", `grader: ${r.reason}`));
