@@ -27,7 +27,7 @@ class Tracker:
         self._say, self._run = say, None
         place = str(run_dir.resolve())
         self._run = self._try(
-            lambda: _wandb().init(
+            lambda: _wandb(config).init(
                 project=config.project,
                 mode=config.mode,
                 dir=place,
@@ -37,7 +37,8 @@ class Tracker:
                 config=dict(settings),
                 # the console of a run is its own
                 settings={"console": "off", "silent": True},
-            )
+            ),
+            cure="" if config.mode == "offline" else "; log in first (wandb login), or set mode to offline",
         )
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
@@ -52,17 +53,21 @@ class Tracker:
         if run is not None:
             self._try(run.finish)
 
-    def _try(self, work: Callable[[], Any]) -> Any:
+    def _try(self, work: Callable[[], Any], *, cure: str = "") -> Any:
         try:
             return work()
         # a network, an account, another version of the package: none of it is part of the run
         except Exception as error:
             self._run = None
-            self._say(f"run.wandb: given up for this run ({type(error).__name__}: {error})")
+            cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+            self._say(f"run.wandb: given up for this run ({cause}){cure}")
             return None
 
 
-def _wandb() -> Any:
+def _wandb(config: WandbConfig) -> Any:
     import wandb
 
+    # where it sees a terminal the package asks for an account and waits; nobody sits at a run to answer
+    if config.mode == "online" and not wandb.login(timeout=1):
+        raise PermissionError("no account")
     return wandb

@@ -1,4 +1,5 @@
-"""Rollouts made while the trainer works: they overlap, are one transfer old, and a resumed run has the very same."""
+"""Rollouts made while the trainer works: they overlap, are one transfer old, and a resumed run has the very same.
+With `partial` those that are late go on with newer weights."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.model.checkpoint_files import LATEST_FILE, find_latest
+from tests.helpers.chrome_trace import read_trace
 from tests.helpers.processes import assert_nothing_is_left
 from tests.helpers.quickstart import ROOT, lines, train
 from tests.helpers.same_run import (
@@ -72,3 +74,48 @@ def test_rollouts_made_ahead_overlap_with_training_and_are_the_same_bit_for_bit_
     assert_same_transfers(straight, resumed)
     assert_same_model(straight, resumed)
     assert_nothing_is_left(resumed)
+
+
+@pytest.mark.timeout(900)
+def test_what_a_round_does_not_wait_for_goes_on_with_newer_weights_to_its_end(place: Path) -> None:
+    run_dir = place / "runs" / "partial"
+    options = (
+        # untrained: lengths from a few tokens to the limit, so that some are late on any machine
+        "model.hf_path=models/tiny",
+        "stages.1.prompts_per_iteration=16",
+        "stages.1.group_size=2",
+        "stages.0.steps=1",
+        "stages.0.schedule={kind: constant}",
+        f"stages.1.iterations={ITERATIONS}",
+        "stages.1.curriculum=[]",
+        "stages.1.overlap=partial",
+        "stages.1.stragglers={groups: 0.5}",
+        "stages.1.algorithm.correction={kind: token_tis}",
+        f"run.profile={{first_step: 2, steps: {ITERATIONS}}}",
+        "checkpoint=null",
+    )
+    done = train(place, run_dir, *options, recipe=GOLDEN)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    rl = lines(run_dir)[SFT_STEPS:]
+    assert sum(line["stragglers/late_groups"] for line in rl) > 0
+    assert sum(line["stragglers/continued_rollouts"] for line in rl) > 0
+    # what goes on is not dropped, and two transfers old where its first tokens are
+    assert all(line["count/dropped_late"] == 0 for line in rl)
+    oldest = [line["rollout/staleness_max"] for line in rl]
+    assert oldest[:2] == [0, 1] and set(oldest[2:]) <= {1, 2} and 2 in oldest
+
+    rollouts = [one for i in range(ITERATIONS) for one in lines(run_dir, f"rollouts/iter_{i + 1:06d}.jsonl")]
+    continued = [one for one in rollouts if one.get("version_runs")]
+    assert continued
+    for one in continued:
+        counts, versions = zip(*one["version_runs"], strict=True)
+        assert sum(counts) == one["num_tokens"] and list(versions) == sorted(set(versions))
+    for path in sorted((run_dir / "rollouts").glob("tokens_iter_*.jsonl")):
+        for one in lines(run_dir, f"rollouts/{path.name}"):
+            assert len(one["rollout_logprobs"]) == len(one["tokens"]) > 0
+
+    lanes = read_trace(run_dir / "profile" / "trace.json.gz")
+    (engine,) = (lane for name, lane in lanes.items() if name.startswith("engine"))
+    assert "generate" in {span.name for span in engine}
+    assert_nothing_is_left(run_dir)

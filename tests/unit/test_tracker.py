@@ -17,6 +17,10 @@ from tests.helpers.source import ROOT
 
 STAND_IN = """
 import json
+def login(timeout):
+    # it asks, and nobody answers
+    assert timeout == 1
+    return False
 def init(**options):
     (note := Run(options["dir"])).write(options)
     if options["project"] == "no-access":
@@ -76,6 +80,16 @@ def test_what_goes_wrong_there_is_said_once_and_costs_nothing(tmp_path, stand_in
         "run.wandb: given up for this run (OSError: quota)",
         "run.wandb: given up for this run (ConnectionError: no route)",
     ]
+
+
+def test_a_question_about_an_account_is_left_unanswered_and_the_cure_said(tmp_path, stand_in):
+    said = []
+    Tracker(WandbConfig(project="p", mode="online"), tmp_path, {}, say=said.append).log({"a": 1.0}, step=1)
+    assert said == [
+        "run.wandb: given up for this run (PermissionError: no account); log in first (wandb login), or set mode to "
+        "offline"
+    ]
+    assert not (tmp_path / "told").exists()
 
 
 def test_check_says_where_the_package_is_missing(capsys, monkeypatch, tmp_path):
