@@ -301,9 +301,9 @@ def test_a_job_script_that_is_not_submitted_says_how(place):
     assert "submit it: sbatch --nodes N launch/slurm.sbatch RECIPE" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["torchrun.sh", "slurm_multinode.sh"])
+@pytest.mark.parametrize("name", ["torchrun.sh", "slurm_multinode.sh", "slurm.sbatch"])
 def test_help_is_the_head_of_the_script(place, name):
     done = run(place, f"launch/{name}", "--help")
-    assert done.returncode == 0
+    assert done.returncode == 0 and "set -euo" not in done.stdout and "#SBATCH" not in done.stdout
     assert f"launch/{name} [option ...] RECIPE [path=value ...]" in done.stdout
     assert "--dry-run" in done.stdout
