@@ -65,6 +65,7 @@ def unknown_key(key: str, config: type) -> str:
     """What to write instead: the same key one level down, a key here that looks like it, or all that are here."""
     known = shape.field_types(config)
     below = [f"{name}.{key}" for name, annotation in known.items() if key in shape.keys_of(annotation)]
+    below += [f"{name}.*.{key}" for name, annotation in known.items() if key in shape.entry_keys(annotation)]
     if below:
         return f"unknown key; did you mean {' or '.join(map(repr, below))}?"
     return f"unknown key{did_you_mean(key, known) or '; known here: ' + ', '.join(known)}"

@@ -42,6 +42,16 @@ def keys_of(schema: Any) -> frozenset[str]:
     return frozenset(field_types(schema)) if dataclasses.is_dataclass(schema) else frozenset()  # type: ignore[arg-type]
 
 
+def entry_keys(schema: Any) -> frozenset[str]:
+    """`keys_of` the entries of a list; none for what is no list."""
+    if get_origin(schema) is Annotated:
+        return entry_keys(get_args(schema)[0])
+    arguments = get_args(schema)
+    return (
+        keys_of(arguments[0]) if get_origin(schema) is tuple and arguments[1:] == (Ellipsis,) else frozenset()
+    )
+
+
 def child(schema: Any, key: str) -> Any:
     """Type below a narrowed type; None when nothing may stand there."""
     if dataclasses.is_dataclass(schema):

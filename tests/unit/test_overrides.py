@@ -70,6 +70,8 @@ def test_a_value_may_hold_an_equals_sign(tmp_path):
         ("layout.tp.x=1", "layout.tp.x (override): layout.tp is 1, which has no keys"),
         ("layout.tp=two", "layout.tp (override): got 'two', must be a whole number of at least 1"),
         ("run.seed=", "run.seed (override): got null, must be a whole number of at least 0"),
+        ("engine.tp=1", "engine.tp (override): unknown key; did you mean 'stages.*.engine'?"),
+        ("lr=1", "lr (override): unknown key; known here: name, compat"),
         ("layot.tp=1", "layot.tp (override): unknown key; did you mean 'layout'?"),
     ],
 )  # fmt: skip
