@@ -19,7 +19,7 @@ from megatron_rl.recipe.schema import Recipe
 _STAGE_KEY = re.compile(r"stages\.(\d+)\.")
 _SHOWN = 8  # differences an error lists before it counts the rest
 
-# keys that say where and how a run is computed, not what: a resume may change them
+# keys that say where and how a run is computed or what is noted of it, not what it computes: a resume may change them
 _PLACEMENT = (
     "name",
     "layout.*",
@@ -29,6 +29,11 @@ _PLACEMENT = (
     "run.collective_timeout_s",
     "run.silence_timeout_s",
     "run.stop_grace_s",
+    "run.rollout_tokens",
+    "run.profile",
+    "run.profile.*",
+    "run.wandb",
+    "run.wandb.*",
     "stages.*.tokens_per_microbatch",
     "stages.*.optimizer.max_skipped_steps",
     "stages.*.engine.*",
@@ -62,8 +67,8 @@ def check_same_recipe(saved: SavedState, recipe: Mapping[str, Any]) -> None:
     if different:
         raise CheckpointError(
             f"{saved.path}: was saved by another recipe ({_list(different, '; ')}); set these back, or start "
-            "a new run; only later stages, the layout, engines, checkpointing and micro-batch sizes may change in "
-            "a resume"
+            "a new run; only later stages, the layout, engines, checkpointing, micro-batch sizes and what is recorded "
+            "(run.profile, run.wandb, run.rollout_tokens) may change in a resume"
         )
 
 

@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.recipe.problems import Problem
-from megatron_rl.recipe.schema import Recipe
+from megatron_rl.recipe.schema import ProfileConfig, Recipe
 from megatron_rl.recipe.stages import SftStage, Stage
 
 
 def steps_before(stages: Sequence[Stage], index: int) -> int:
     """Optimizer steps (SFT) and iterations (RL) that the stages before number `index` have in the recipe."""
     return sum(stage.steps if isinstance(stage, SftStage) else stage.iterations for stage in stages[:index])
+
+
+def passed_window(profile: ProfileConfig | None, done: int) -> str | None:
+    """What to say where every step of the window was made before a run went on after `done` steps."""
+    if profile is None or profile.first_step + profile.steps - 1 > done:
+        return None
+    last = profile.first_step + profile.steps - 1
+    return (
+        f"run.profile: steps {profile.first_step} to {last} were made before, the run goes on after step {done}; nothing "
+        f"is profiled, unless first_step is {done + 1} or more"
+    )
 
 
 def profile_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ from megatron_rl.platform import device
 from megatron_rl.platform.determinism import is_deterministic, make_deterministic
 from megatron_rl.platform.network import choose_gloo_interface
 from megatron_rl.recipe.load import LoadedRecipe, compat_line
+from megatron_rl.recipe.profile_checks import passed_window, steps_before
 from megatron_rl.recipe.resolve import run_layout
 from megatron_rl.recipe.schema import Recipe
 from megatron_rl.recipe.stages import SftStage
@@ -100,6 +101,9 @@ def _run_stages(progress: Progress, run: RunContext) -> None:
             "nothing is left to train: every step of every stage is done; writing the model again"
         )
         run.report_loaded()
+    done = steps_before(stages, progress.stage) + progress.step
+    if remaining and done and (line := passed_window(run.recipe.run.profile, done)):
+        run.reporter.say(line)
     run.phases.enter("data")
     data = {index: _load_data(index, run) for index in remaining}
     for index in remaining:

@@ -23,7 +23,15 @@ from megatron_rl.model.checkpoint_files import (
     start_checkpoint,
 )
 from megatron_rl.model.checkpoint_match import check_same_model, check_same_recipe, flat_recipe, recipe_digest
-from megatron_rl.recipe.schema import CheckpointConfig, LayoutConfig, ModelConfig, Recipe, RunConfig
+from megatron_rl.recipe.schema import (
+    CheckpointConfig,
+    LayoutConfig,
+    ModelConfig,
+    ProfileConfig,
+    Recipe,
+    RunConfig,
+    WandbConfig,
+)
 from megatron_rl.recipe.stages import OptimizerConfig, SftStage
 
 STAGE = SftStage(
@@ -228,16 +236,23 @@ def test_another_model_is_an_error_that_lists_every_number() -> None:
         check_same_model(saved_by(RECIPE), MODEL | {"vocab_size": 250})
 
 
-def test_layout_checkpointing_and_microbatches_may_change() -> None:
+def test_layout_checkpointing_microbatches_and_what_is_recorded_may_change() -> None:
     moved = replace(
         RECIPE,
         name="elsewhere",
         layout=LayoutConfig(tp=4, pp=2, sp=True),
-        run=RunConfig(torch_threads=8, collective_timeout_s=60.0),
+        run=RunConfig(
+            torch_threads=8,
+            collective_timeout_s=60.0,
+            rollout_tokens=2,
+            profile=ProfileConfig(first_step=7),
+            wandb=WandbConfig(project="p"),
+        ),
         checkpoint=CheckpointConfig(every_steps=5),
         stages=(replace(STAGE, tokens_per_microbatch=4096),),
     )
     check_same_recipe(saved_by(RECIPE), flat_recipe(moved))
+    check_same_recipe(saved_by(moved), flat_recipe(RECIPE))
 
 
 def test_what_an_interrupt_left_half_way_is_removed_and_checkpoints_stay(tmp_path: Path) -> None:

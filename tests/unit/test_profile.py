@@ -15,6 +15,7 @@ import torch
 from megatron_rl.errors import LostEngineError
 from megatron_rl.parallel.clocks import offset_of
 from megatron_rl.platform.spans import Span, Spans
+from megatron_rl.recipe.profile_checks import passed_window
 from megatron_rl.recipe.schema import ProfileConfig
 from megatron_rl.rollout.spans import EngineSpans, begin_spans, fetch_spans
 from megatron_rl.train.chrome_trace import ENGINES, TRAINER, Lane, Trace, with_idle
@@ -231,6 +232,13 @@ def test_the_window_is_written_once_and_another_start_writes_beside_it(tmp_path)
     assert _run(_profile(tmp_path / "late", config, spans), spans, range(5, 9)) == []
     assert _run(_profile(tmp_path / "late", None, spans), spans, range(1, 9)) == []
     assert not (tmp_path / "late").exists()
+
+
+def test_a_window_that_was_passed_before_a_resume_is_said_with_the_step_to_ask_for():
+    window = ProfileConfig(first_step=3, steps=2)
+    assert passed_window(window, 3) is passed_window(window, 0) is passed_window(None, 9) is None
+    assert (passed_window(window, 4) or "").startswith("run.profile: steps 3 to 4 were made before")
+    assert (passed_window(window, 9) or "").endswith("unless first_step is 10 or more")
 
 
 def test_an_engine_that_comes_and_goes_inside_the_window_has_one_lane(tmp_path):
