@@ -20,8 +20,8 @@ def passed_window(profile: ProfileConfig | None, done: int) -> str | None:
         return None
     last = profile.first_step + profile.steps - 1
     return (
-        f"run.profile: steps {profile.first_step} to {last} were made before, the run goes on after step {done}; nothing "
-        f"is profiled, unless first_step is {done + 1} or more"
+        f"run.profile: steps {profile.first_step} to {last} were made before, the run goes on after step {done}; "
+        f"nothing is profiled, unless first_step is {done + 1} or more"
     )
 
 
