@@ -44,13 +44,11 @@ command=(env OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
     --master-addr "${master:-127.0.0.1}" --master-port "$port"
     --no-python bash -c '((RANK == 0)) || exec >>"$0/rank_$RANK.log" 2>&1; exec "$@"' "$run_dir/logs"
     "$python" -m megatron_rl train "$recipe" --run-dir "$run_dir" "${resume[@]}" "${overrides[@]}")
-if [[ -n $dry_run ]]; then
-    world=()
-    [[ $nproc == gpu ]] || world=(--world $((nnodes * nproc)))
-    check_recipe "${world[@]}"
-    print_command "${command[@]}"
-    exit
-fi
+world=()
+[[ $nproc == gpu ]] || world=(--world $((nnodes * nproc)))
+# before every rank says the same
+check_recipe "${world[@]}"
+[[ -z $dry_run ]] || { print_command "${command[@]}"; exit; }
 
 if [[ $nproc == gpu ]] && ! compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
     fail "--nproc-per-node: this machine shows no GPU; without any, say how many ranks to start"

@@ -19,7 +19,7 @@ from megatron_rl.data.command import add_data
 from megatron_rl.errors import LostPeerError, MegatronRLError
 from megatron_rl.estimate.command import add_check
 from megatron_rl.evaluation.arguments import add_eval
-from megatron_rl.platform.process import run_process
+from megatron_rl.platform.process import end_process, run_process
 from megatron_rl.recipe.hosts import HostPort, parse_host_port
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe, smallest_world
@@ -116,7 +116,7 @@ def _train(args: argparse.Namespace) -> int:
             log_dir=run_dir / LOGS,
             stop_grace_s=stop_grace_s,
         )
-    process = RankProcess(run_dir, stop_grace_s=stop_grace_s)
+    process = RankProcess(run_dir, stop_grace_s=stop_grace_s, leave=_leave)
     try:
         from megatron_rl.platform.quiet import silence_library_warnings
 
@@ -155,6 +155,11 @@ def _stopped(stopped: Stopped, process: RankProcess) -> int:
     if not is_launched() and process.place.rank == 0:
         print(f"stopped: {stopped}", file=sys.stderr)
     return stopped.exit_code
+
+
+def _leave(process: RankProcess, stopped: Stopped) -> NoReturn:
+    """End this process here and now, with nothing begun that would have to be closed."""
+    end_process(_stopped(stopped, process))
 
 
 def _engine(args: argparse.Namespace) -> int:

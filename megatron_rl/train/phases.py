@@ -17,8 +17,9 @@ from megatron_rl.platform.spans import Spans
 from megatron_rl.train.files import writing
 from megatron_rl.train.run_dir import LOGS
 
+START = "start"
 PHASES = (
-    "start",  # imports, the meeting of the ranks
+    START,  # imports, the meeting of the ranks
     "load",  # weights, optimizer state
     "data",
     "engines",  # their start
@@ -47,7 +48,7 @@ class Phase:
 
     stage: str = ""
     step: int = 0
-    phase: str = "start"
+    phase: str = START
     since: float
     pid: int
     host: str

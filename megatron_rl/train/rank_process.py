@@ -13,15 +13,17 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_rl.platform.parent import wake_with_parent
 from megatron_rl.train.phases import PhaseFile
 from megatron_rl.train.run_dir import LOGS, take_run_dir
-from megatron_rl.train.stopping import StopRequest, pass_over
+from megatron_rl.train.stopping import Stopped, StopRequest, pass_over
 
 STOP_GRACE_S = 5.0  # from being told to end to being killed
 
@@ -144,8 +146,14 @@ def enter_rank() -> None:
 class RankProcess:
     """This process as a rank of a run. Made once, on the main thread, before anything slow is imported."""
 
-    def __init__(self, run_dir: Path, *, stop_grace_s: float | None) -> None:
-        """`stop_grace_s`: see StopRequest. Raises MegatronRLError while another process uses the run directory."""
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        stop_grace_s: float | None,
+        leave: Callable[[RankProcess, Stopped], NoReturn] | None = None,
+    ) -> None:
+        """`stop_grace_s`, `leave`: see StopRequest. Raises MegatronRLError while another process uses the directory."""
         self.place = rank_environment() or RankEnvironment(rank=0, local_rank=0, world_size=1)
         self.run_dir, self.log_dir = run_dir, run_dir / LOGS
         self._lock = take_run_dir(run_dir) if self.place.rank == 0 else None
@@ -161,6 +169,7 @@ class RankProcess:
             grace_s=stop_grace_s,
             watches_file=self.place.rank == 0,
             end=self.end,
+            leave=None if leave is None else partial(leave, self),
         )
         self.stop.watch()
 

@@ -11,13 +11,14 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 from megatron_rl.train.files import to_json, write_atomically
-from megatron_rl.train.phases import PhaseFile
+from megatron_rl.train.phases import START, PhaseFile
 
 STOPPED = 75  # EX_TEMPFAIL: not done, to be started again with --resume
 TERMINATED = 128 + signal.SIGTERM
@@ -28,7 +29,7 @@ STOP_FILE, STOPPED_FILE = "stop", "stopped.json"
 REASONS = ("", "SIGTERM", "SIGUSR1", "the stop file")
 
 # nothing has begun that a checkpoint could hold: a request need not wait
-_INTERRUPTIBLE = ("start", "load", "data", "engines")
+_INTERRUPTIBLE = (START, "load", "data", "engines")
 _POLL_S = 0.5
 # interrupts whatever the main thread waits for, so that it runs its handlers; means nothing otherwise
 _NUDGE = signal.SIGURG
@@ -62,13 +63,15 @@ class StopRequest:
         grace_s: float | None,
         watches_file: bool,
         end: _End,
+        leave: Callable[[Stopped], None] | None = None,
     ) -> None:
         """`end` ends the process from another thread; `grace_s` seconds after a request it has to.
 
-        None: the run saves nothing, so that a request ends it where it stands.
+        None: the run saves nothing, so that a request ends it where it stands. `leave` ends the process on its main
+        thread during imports; None: by the exception there too.
         """
         self._run_dir, self._phases, self._grace_s = run_dir, phases, grace_s
-        self._watches_file, self._end = watches_file, end
+        self._watches_file, self._end, self._leave = watches_file, end, leave
         self._asked_at = 0.0
         self._closing = False
         self.reason = 0  # position in REASONS
@@ -99,12 +102,18 @@ class StopRequest:
     def _leave_if_nothing_began(self) -> None:
         if self._closing:
             return
+        phase = self._phases.current
         if self._grace_s is None:
-            self._closing = True
-            raise Stopped(NOTHING_SAVED, exit_code=TERMINATED)
-        if self._phases.current.phase in _INTERRUPTIBLE:
-            self._closing = True
-            raise Stopped(f"on {REASONS[self.reason]} before the first step ({self._phases.current})")
+            stopped = Stopped(NOTHING_SAVED, exit_code=TERMINATED)
+        elif phase.phase in _INTERRUPTIBLE:
+            stopped = Stopped(f"on {REASONS[self.reason]} before the first step ({phase})")
+        else:
+            return
+        self._closing = True
+        if phase.phase == START and self._leave is not None:
+            # libraries that are being imported would pass the exception over, or make another of it
+            self._leave(stopped)
+        raise stopped
 
     def _ask(self, reason: str) -> None:
         if not self.reason:

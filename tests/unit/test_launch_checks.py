@@ -35,6 +35,14 @@ def test_a_dry_run_refuses_what_the_run_would(place, command):
     assert "torch.distributed.run" not in done.stdout
 
 
+def test_a_run_refuses_the_same_before_its_ranks_start(place):
+    (place / "wrong").touch()
+    done = run(place, "launch/torchrun.sh", "r.yaml", "--run-dir", "r")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: r.yaml: 1 problem\n")
+    assert not (place / "r").exists()
+    assert not (place / "started").exists()
+
+
 def test_a_dry_run_without_the_requirements_says_that_it_has_not_checked(place):
     (place / "bare").touch()
     done = run(place, "launch/torchrun.sh", "--dry-run", "r.yaml")

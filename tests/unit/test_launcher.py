@@ -274,6 +274,24 @@ def test_a_rank_in_which_nothing_has_begun_stops_where_it_stands(tmp_path):
     assert finish(process)[::2] == (75, "stopped: all 2 ranks have ended\n")
 
 
+@pytest.mark.parametrize("catches", ["except BaseException: pass", "except BaseException: raise ImportError"])
+def test_imports_that_catch_what_they_do_not_know_keep_no_rank_from_stopping(tmp_path, catches):
+    body = f"""
+    def leave(process, stopped):
+        Path(f"left_{{me.rank}}").write_text(str(stopped))
+        os._exit(stopped.exit_code)
+    process = RankProcess(Path("."), stop_grace_s=20.0, leave=leave)
+    Path(f"ready_{{me.rank}}").touch()
+    while True:
+        try: time.sleep(600)
+        {catches}
+    """
+    process = started(tmp_path, body)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[::2] == (75, "stopped: all 2 ranks have ended\n")
+    assert (tmp_path / "left_1").read_text().startswith("on SIGTERM before the first step (phase start for ")
+
+
 BUSY = """
 process = enter_rank()
 process.phases.begin_step("rl", 3, "generate")
