@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.platform.spans import Span
-from megatron_rl.train.files import writing
 
 # the processes of the trace: its lanes are their threads
 TRAINER, ENGINES = 0, 1
@@ -58,11 +57,10 @@ class Trace:
             yield _meta("thread_sort_index", lane.process, lane.number, sort_index=lane.number)
 
     def write(self, path: Path) -> None:
-        """Gzipped JSON. Raises MegatronRLError where it cannot be written."""
+        """Gzipped JSON. Raises OSError where it cannot be written."""
         content = gzip.compress(json.dumps(self.to_json(), separators=(",", ":")).encode(), mtime=0)
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
 
 
 def with_idle(lane: Lane) -> list[Span]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,7 +43,8 @@ class Profile:
     so is `finish`. `group` holds every rank and works on the CPU; None: this process is alone.
 
     A window that a stop cuts short is written as far as it got, and a run that goes on inside it writes the rest beside
-    it: `trace.2.json.gz`. A run that ends by an error writes nothing.
+    it: `trace.2.json.gz`. A run that ends by an error writes nothing. `say` is told what could not be written: a
+    picture is no reason to end a run.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class Profile:
         *,
         rank: int,
         group: dist.ProcessGroup | None,
+        say: Callable[[str], None],
     ) -> None:
         self._config, self._directory, self._spans = config, run_dir / PROFILE_DIR, spans
-        self._rank, self._group = rank, group
+        self._rank, self._group, self._say = rank, group, say
         self._engine: Profiled | None = None
         self._engine_since: int | None = None
         self._engine_lanes: list[Lane] = []
@@ -91,23 +93,35 @@ class Profile:
         spans = self._spans.stop()
         if self._operators is not None:
             self._operators.stop()
-            self._directory.mkdir(parents=True, exist_ok=True)
-            name = f"operators_rank_{self._rank}.json.gz"
-            self._operators.export_chrome_trace(str(_unused(self._directory / name)))
+            self._write(f"operators_rank_{self._rank}.json.gz", self._write_operators)
             self._operators = None
         lanes = all_gather_object(self._lane(spans), self._group)
         engines, self._engine_lanes = self._engine_lanes, []
         steps, self._steps = self._steps, []
         if self._rank:
             return None
-        path = _unused(self._directory / TRACE_NAME)
         about = {
             "first_step": steps[0],
             "last_step": steps[-1],
             "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         }
-        Trace(lanes=[*lanes, *engines], about=about).write(path)
+        return self._write(TRACE_NAME, Trace(lanes=[*lanes, *engines], about=about).write)
+
+    def _write(self, name: str, write: Callable[[Path], None]) -> Path | None:
+        """What was written."""
+        try:
+            path = _unused(self._directory / name)
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write(path)
+        # torch has errors of its own for a file that it cannot write
+        except (OSError, RuntimeError) as error:
+            self._say(f"run.profile: {self._directory / name} was not written ({error}); the run goes on")
+            return None
         return path
+
+    def _write_operators(self, path: Path) -> None:
+        assert self._operators is not None
+        self._operators.export_chrome_trace(str(path))
 
     def _lane(self, spans: Sequence[Span]) -> Lane:
         """In rank 0's time. Collective."""

@@ -230,7 +230,12 @@ def _open_run(
         driver_group=new_driver_group(),
         border_group=border_group,
         profile=Profile(
-            recipe.run.profile, process.run_dir, policy.spans, rank=process.place.rank, group=border_group
+            recipe.run.profile,
+            process.run_dir,
+            policy.spans,
+            rank=process.place.rank,
+            group=border_group,
+            say=reporter.say,
         ),
         resumed_from=saved,
     )

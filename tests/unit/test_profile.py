@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,8 +201,10 @@ def test_gaps_of_a_watched_lane_are_idleness():
     ]
 
 
-def _profile(place: Any, config: ProfileConfig | None, spans: Spans) -> Profile:
-    return Profile(config, place, spans, rank=0, group=None)
+def _profile(
+    place: Any, config: ProfileConfig | None, spans: Spans, say: Callable[[str], None] = pytest.fail
+) -> Profile:
+    return Profile(config, place, spans, rank=0, group=None, say=say)
 
 
 def _run(profile: Profile, spans: Spans, numbers: range) -> list[int]:
@@ -232,6 +235,18 @@ def test_the_window_is_written_once_and_another_start_writes_beside_it(tmp_path)
     assert _run(_profile(tmp_path / "late", config, spans), spans, range(5, 9)) == []
     assert _run(_profile(tmp_path / "late", None, spans), spans, range(1, 9)) == []
     assert not (tmp_path / "late").exists()
+
+
+@pytest.mark.parametrize("operators", [False, True])
+def test_what_cannot_be_written_is_said_and_ends_nothing(operators, tmp_path):
+    (tmp_path / "profile").write_text("a file")
+    spans, config, said = Spans(), ProfileConfig(first_step=1, steps=1, operators=operators), []
+    assert _run(_profile(tmp_path, config, spans, said.append), spans, range(1, 4)) == []
+    names = ["operators_rank_0.json.gz"] * operators + ["trace.json.gz"]
+    assert [line.partition(" was not written (")[0] for line in said] == [
+        f"run.profile: {tmp_path / 'profile' / name}" for name in names
+    ]
+    assert not spans.is_on
 
 
 def test_a_window_that_was_passed_before_a_resume_is_said_with_the_step_to_ask_for():
