@@ -70,6 +70,8 @@ def parse_document(text: str, *, source: str) -> Document:
     """Raises RecipeError naming `source:line` for text that is not YAML, and all duplicate keys at once."""
     try:
         node = _Loader(text).get_single_node()
+    except RecursionError:
+        raise RecipeError(f"{source}: nested too deeply to be read; close what is opened") from None
     except yaml.MarkedYAMLError as error:
         raise RecipeError(_syntax_error(error, source)) from None
     except yaml.YAMLError as error:

@@ -31,7 +31,7 @@ class RunRecord:
         files = sorted((run_dir / "rollouts").glob("*.jsonl"))
         weights = sorted((run_dir / "model").glob("*.safetensors"))
         return cls(
-            lines=[json.loads(line) for line in text.splitlines()],
+            lines=[json.loads(line) for line in text.split("\n") if line],
             rollouts={path.name: _digest([path]) for path in files},
             model=_digest(weights) if weights else "",
         )

@@ -146,7 +146,10 @@ def test_duplicate_keys_are_refused_with_both_lines():
         ("a: !!int x\n", "r.yaml:1: ", "not allowed"),
         ("a: 1\n---\nb: 1\n", "r.yaml:2: ", "document"),
         ("a: \x00\n", "r.yaml: not readable", "special characters"),
+        ("[" * 20_000, "r.yaml: ", "nested too deeply"),
+        ("a: {" * 20_000, "r.yaml: ", "nested too deeply"),
     ],
+    ids=range(9),
 )
 def test_text_that_is_not_a_plain_yaml_document_is_refused_with_its_line(text, start, words):
     with pytest.raises(RecipeError) as caught:
