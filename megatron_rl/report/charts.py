@@ -120,6 +120,13 @@ _MISMATCH = (
         },
         unit="factor, or share of tokens",
     ),
+    Chart(
+        title="Staleness",
+        metrics={"mean": "rollout/staleness_mean", "largest": "rollout/staleness_max"},
+        unit="transfers",
+        note="weight transfers between the sampling of a token and the training on it",
+        is_rare=True,
+    ),
 )
 
 _MACHINE = (
@@ -134,10 +141,15 @@ _MACHINE = (
         metrics={
             "heaviest rank over the mean": "batch/dp_imbalance",
             "padding": "batch/padding_frac",
-            "engines": "engine/imbalance",
         },
         unit="share",
         is_share=True,
+        is_rare=True,
+    ),
+    Chart(
+        title="Busiest engine over the mean",
+        metrics={"engines": "engine/imbalance"},
+        unit="seconds over their mean",
     ),
     Chart(
         title="Generation beside training",
@@ -165,14 +177,13 @@ _MACHINE = (
 def sections(sources: Sequence[Source]) -> dict[str, list[Card]]:
     """Title of each section with its cards; those without any are left out."""
     parts = _named(sources, "Parts of the reward", "mean of the part, without its weight", _is_part)
-    stale = _named(sources, "Staleness", "transfers", lambda name: name.startswith("rollout/staleness"))
     found = {
         "Evaluation": evaluation_cards(sources),
         "Learning": _cards((*_LEARNING, parts), sources),
         "Responses": _cards(_RESPONSES, sources),
         "Difficulty": difficulty_cards(sources),
         "Policy": _cards(_POLICY, sources),
-        "Trainer against engine": [*_cards((*_MISMATCH, stale), sources), *parity_card(sources)],
+        "Trainer against engine": [*_cards(_MISMATCH, sources), *parity_card(sources)],
         "Time and memory": [*time_cards(sources), *_cards(_MACHINE, sources)],
     }
     return {title: cards for title, cards in found.items() if cards}

@@ -42,6 +42,7 @@ class Chart:
     is_share: bool = False  # shown in per cent
     is_log: bool = False
     is_exact: bool = False  # has no noise to smooth
+    is_rare: bool = False  # says nothing while it is 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +71,8 @@ def curves(chart: Chart, sources: Sequence[Source]) -> Card | None:
             values = [float(lines[i][name]) for i in kept]
             # a log axis has no place for zeros, and a verdict that never came says nothing
             if not kept or (
-                not any(values) and (chart.is_log or (chart.is_share and len(chart.metrics) > 2))
+                not any(values)
+                and (chart.is_log or chart.is_rare or (chart.is_share and len(chart.metrics) > 2))
             ):
                 continue
             style = Style(number, index, label, [one.name for one in sources])

@@ -101,15 +101,28 @@ def test_rollouts_have_gold_reason_and_tokens(page):
 def test_numbers_of_overlap_stand_where_their_units_do(tmp_path):
     records = RunRecords(tmp_path)
     late = {"stragglers/late_groups": 3.0, "stragglers/stale_groups": 1.0, "count/dropped_stale": 1.0}
-    fresh = {"rollout/staleness_mean": 0.5, "rollout/staleness_max": 1.0}
+    fresh = {"rollout/staleness_mean": 0.5, "rollout/staleness_max": 1.0, "engine/imbalance": 1.1}
     for step in (1, 2):
         counts = {"count/tokens": 796.0, "count/rollouts": 48.0 * step}
         records.log_step({**late, **fresh, **counts}, stage="rl", iteration=step, step=step)
     records.close()
     page = Page(write_report(tmp_path))
-    assert [one["name"] for one in page.figure("transfers")["data"]] == ["staleness_mean", "staleness_max"]
+    assert [one["name"] for one in page.figure("transfers")["data"]] == ["mean", "largest"]
+    # a ratio that is 1 where engines are even, so no share of anything
+    assert [one["y"][:2] for one in page.figure("over their mean")["data"]] == [[1.1, 1.1]]
     assert [one["name"] for one in page.figure("groups per")["data"]] == ["late", "dropped as too old"]
+    assert "Busiest engine over the mean" in page.text
     assert "SFT tokens 796" in page.text and "rollouts 96" in page.text
+
+
+def test_a_run_whose_rollouts_are_all_fresh_has_no_chart_of_staleness(tmp_path):
+    records = RunRecords(tmp_path)
+    for step in (1, 2):
+        fresh = {"rollout/staleness_mean": 0.0, "rollout/staleness_max": 0.0, "mismatch/mean": 1e-6}
+        records.log_step(fresh, stage="rl", iteration=step, step=step)
+    records.close()
+    text = Page(write_report(tmp_path)).text
+    assert "Trainer against engine, sampled tokens" in text and "Staleness" not in text
 
 
 def test_a_response_that_several_weights_sampled_says_which(tmp_path):
