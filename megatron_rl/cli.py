@@ -159,7 +159,9 @@ def _stopped(stopped: Stopped, process: RankProcess) -> int:
 
 def _leave(process: RankProcess, stopped: Stopped) -> NoReturn:
     """End this process here and now, with nothing begun that would have to be closed."""
-    end_process(_stopped(stopped, process))
+    code = _stopped(stopped, process)
+    process.close()
+    end_process(code)
 
 
 def _engine(args: argparse.Namespace) -> int:

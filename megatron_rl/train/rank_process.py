@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from megatron_rl.errors import MegatronRLError
 from megatron_rl.platform.parent import wake_with_parent
 from megatron_rl.train.phases import PhaseFile
 from megatron_rl.train.run_dir import LOGS, take_run_dir
@@ -44,14 +45,26 @@ class RankEnvironment:
 
 
 def rank_environment() -> RankEnvironment | None:
-    """What torchrun or `launch_local` says of this process; None when it was started by hand."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    """What torchrun or `launch_local` says of this process; None when it was started by hand.
+
+    Raises MegatronRLError for what neither of them would say.
+    """
+    said = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
+    if "RANK" not in said or "WORLD_SIZE" not in said:
         return None
-    rank = int(os.environ["RANK"])
+    numbers = {name: int(text) for name, text in said.items() if text.isdecimal()}
+    is_alone = numbers.get("WORLD_SIZE") == 1
+    meeting = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not is_alone and not os.environ.get(name)]
+    if numbers.keys() != said.keys() or numbers["RANK"] >= numbers["WORLD_SIZE"] or meeting:
+        got = ", ".join(f"{name}={text}" for name, text in said.items())
+        raise MegatronRLError(
+            f"got {got} in the environment, must be numbers with RANK below WORLD_SIZE and, with several ranks, "
+            "MASTER_ADDR and MASTER_PORT, as torchrun sets them; unset RANK to have ranks started here (--nproc)"
+        )
     return RankEnvironment(
-        rank=rank,
-        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        world_size=int(os.environ["WORLD_SIZE"]),
+        rank=numbers["RANK"],
+        local_rank=numbers.get("LOCAL_RANK", numbers["RANK"]),
+        world_size=numbers["WORLD_SIZE"],
     )
 
 

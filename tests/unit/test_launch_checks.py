@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.errors import MegatronRLError
+from megatron_rl.train.rank_process import rank_environment
 from megatron_rl.train.stopping import forget_requests
 from tests.helpers.launching import ROOT, make_place, run, start
 from tests.helpers.slurm import make_script
@@ -214,3 +216,36 @@ def test_two_jobs_in_one_run_directory_keep_their_engines_apart(place):
     for name in ("engine_secret", "engines_stop"):
         assert f"{name}-7" in first.stdout and f"{name}-8" in second.stdout
         assert f"{name}-7" not in second.stdout
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "RANK=x WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1",
+        "RANK=0 WORLD_SIZE=x MASTER_ADDR=n1 MASTER_PORT=1",
+        "RANK=2 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1",
+        "RANK=-1 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1",
+        "RANK=0 WORLD_SIZE=0",
+        "RANK=0 WORLD_SIZE=1 LOCAL_RANK=x",
+        "RANK=0 WORLD_SIZE=2 MASTER_PORT=1",
+        "RANK=0 WORLD_SIZE=2 MASTER_ADDR= MASTER_PORT=1",
+        "RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1",
+    ],
+)
+def test_ranks_that_nobody_started_in_order_are_named(monkeypatch, said):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for variable in said.split():
+        monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(
+        MegatronRLError, match="in the environment, must be numbers with RANK below WORLD_SIZE"
+    ):
+        rank_environment()
+
+
+@pytest.mark.parametrize("said", ["RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=1"])
+def test_a_process_of_a_job_without_ranks_starts_its_own(monkeypatch, said):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(*said.split("="))
+    assert rank_environment() is None
