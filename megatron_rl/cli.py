@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from megatron_rl import __version__
 from megatron_rl.arguments import add_recipe, positive_int
@@ -43,7 +44,15 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO,
 
 def run() -> NoReturn:
     """The `megatron-rl` command: the whole of this process."""
+    write_any_text(sys.stdout, sys.stderr)
     run_process(main)
+
+
+def write_any_text(*streams: TextIO | None) -> None:
+    """What a stream's encoding has no place for is escaped: a path, or a bar of a curve, must not end a run."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,6 @@
 """The command line: exit codes, one readable block per error, and commands that stay light."""
 
+import io
 import json
 import os
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cli import main
+from megatron_rl.cli import main, write_any_text
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.train.run_dir import choose_run_dir
 from tests.helpers.recipes import write_recipe
@@ -179,6 +180,13 @@ def test_python_dash_m_is_the_command(recipe):
 
 def _path_to_here():
     return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_what_a_stream_has_no_letters_for_is_escaped():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    write_any_text(stream, None)
+    print("runs/fü/\udcff ▁█", file=stream, flush=True)
+    assert stream.buffer.getvalue() == rb"runs/f\xfc/\udcff \u2581\u2588" + b"\n"
 
 
 def test_report_of_a_directory_without_a_run_is_a_user_error(tmp_path, capsys):

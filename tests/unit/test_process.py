@@ -18,8 +18,9 @@ from datetime import timedelta
 from megatron_rl.platform.process import run_process
 
 class Slow:
-    def __del__(self):
-        time.sleep(1.5)
+    # kept: the module's own name may be gone by then
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)
 
 def main():
     from torch.distributed import TCPStore
