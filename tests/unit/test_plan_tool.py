@@ -151,7 +151,7 @@ def test_a_config_that_is_not_there_is_named(run, tmp_path):
     assert err.startswith(f"error: {tmp_path}/gone/config.json: no such file")
     code, _, err = run("tp=1", "tp=1", config=tmp_path / "gone")
     assert code == 2
-    assert "no such file; --config must be a HF directory" in err
+    assert "no such file; name a Hugging Face directory" in err
 
 
 def test_a_model_of_another_family_is_named(run, tmp_path):
