@@ -16,7 +16,8 @@ def overlap_problems(stage: RlStage, path: str) -> Iterator[Problem]:
     if stage.engine.sleep and stage.engine.colocated is False:
         yield Problem(
             f"{path}.engine.colocated",
-            "got false with sleep: true, which is for engines on the trainer's GPUs; remove one of them",
+            "got false with sleep: true, which is for engines on the trainer's GPUs; set sleep to false for engines on "
+            "machines of their own (as with slurm's --engine-nodes)",
         )
     if stage.overlap == "none":
         return

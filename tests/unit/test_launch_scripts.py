@@ -147,6 +147,16 @@ def test_a_slurm_job_that_was_warned_stops_and_requeues_itself(place, code):
     assert (place / "scontrol.log").read_text().splitlines()[-1] == "requeue 7"
 
 
+def test_a_slurm_job_that_is_told_to_end_saves_and_is_not_requeued(place):
+    process = start(place, "launch/slurm.sbatch", "--engine-nodes", "1", "r.yaml", nodes="n1,n2")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert (place / "runs" / "r-7" / "stop").exists()
+    assert (place / "hosts.log").read_text() == "closed in order\n"
+    assert "requeue" not in (place / "scontrol.log").read_text()
+
+
 def test_a_slurm_job_that_failed_or_was_stopped_by_hand_is_not_requeued(place):
     process = start(place, "launch/slurm.sbatch", "r.yaml", nodes="n1")
     (place / "runs" / "r-7" / "stop").touch()
