@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from typing import Any
 
 from megatron_rl.arguments import add_recipe, positive_int
 from megatron_rl.errors import MegatronRLError, RecipeError
-from megatron_rl.estimate.estimate import build_estimate, estimate_data, estimate_rows, other_layout
+from megatron_rl.estimate.estimate import (
+    build_estimate,
+    estimate_data,
+    estimate_rows,
+    nearest_worlds,
+    other_layout,
+)
 from megatron_rl.estimate.hardware import Hardware, load_hardware
 from megatron_rl.estimate.models import known_models, named_spec
 from megatron_rl.estimate.stage_time import Assumed
@@ -108,6 +115,10 @@ def run_check(args: argparse.Namespace) -> int:
             other = other_layout(loaded, spec, hardware, world_size=world_size, planned=planned)
             if other is not None:
                 _print_suggestions(loaded, other, hardware, assumed, as_json=args.json)
+            elif nearest := nearest_worlds(loaded, spec, hardware, world_size=world_size):
+                others = " or ".join(map(str, nearest))
+                text = f"none: model and batches do not split over {world_size} GPUs; try --world {others}"
+                print(aligned([("suggestions", text)]), file=sys.stderr)
         raise
     if args.resolved:
         print(resolved_yaml(loaded), end="")

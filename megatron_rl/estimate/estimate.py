@@ -105,6 +105,28 @@ def other_layout(
         return None
 
 
+def nearest_worlds(
+    loaded: LoadedRecipe, spec: ModelSpec | None, hardware: Hardware, *, world_size: int
+) -> list[int]:
+    """The next fewer and the next more GPUs, up to twice as many, that some layout of the trainer is for; none where
+    one is for `world_size`, or the model is not known."""
+    recipe = loaded.recipe
+    try:
+        spec = spec or ModelSpec.from_hf(recipe.model.hf_path, max_positions=recipe.model.max_positions)
+    except MegatronRLError:
+        return []
+
+    def has_layout(num_gpus: int) -> bool:
+        choices = trainer_choices(recipe, spec, world_size=num_gpus, gpus_per_node=hardware.gpus_per_node)
+        return next(choices, None) is not None
+
+    if has_layout(world_size):
+        return []
+    fewer = next(filter(has_layout, range(world_size - 1, 0, -1)), None)
+    more = next(filter(has_layout, range(world_size + 1, 2 * world_size + 1)), None)
+    return [num_gpus for num_gpus in (fewer, more) if num_gpus is not None]
+
+
 def estimate_rows(found: Estimate) -> list[Row]:
     """What `check` prints below the numbers of the recipe."""
     rows: list[Row] = [("", ""), ("memory", f"estimated for {found.hardware.name}, not measured")]

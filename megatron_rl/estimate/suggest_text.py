@@ -50,7 +50,8 @@ def suggestion_rows(
 def _own(found: Suggestions, own_s: float, *, fits: bool, own_gpus: int, num_gpus: int) -> str:
     own = f"{seconds(own_s)}, {own_s / found.best[0].total_s:.2f} x the first"
     if not fits:
-        return f"does not fit; it would take {own}"
+        where = f" on {own_gpus} GPUs" if own_gpus != num_gpus else ""
+        return f"does not fit; it would take {own}{where}"
     if own_gpus != num_gpus:
         return f"{own}, but on {own_gpus} GPUs: {num_gpus} of the trainer and those of its engines"
     place = found.place(own_s)

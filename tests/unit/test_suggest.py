@@ -221,3 +221,12 @@ def test_a_float32_recipe_is_priced_with_its_own_sizes(capsys):
     assert half is not None and whole is not None and whole.mean_batch < half.mean_batch
     assert main(["check", MATH, *PLAN, "--world", "64", "--suggest", *more]) == 0
     assert "as in bfloat16 (float32 is slower)" in capsys.readouterr().out
+
+
+def test_a_number_of_gpus_that_nothing_splits_over_is_answered_with_the_nearest(capsys):
+    assert main(["check", MATH, *PLAN, "--world", "5", "--suggest"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(
+        "suggestions  none: model and batches do not split over 5 GPUs; try --world 4 or 6\n"
+    )
+    assert said.out == ""
