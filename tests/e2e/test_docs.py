@@ -28,6 +28,8 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 SHELL = [block for block in BLOCKS if block.language == "bash" and not block.marker]
 MARKED = [block for block in BLOCKS if block.marker]
 PYTHON = [block for block in BLOCKS if block.language == "python" and not block.marker]
+# what a page shows as a file, for the commands below it, by the name that the marker gives
+RECIPES = {block.marker.split()[-1]: block.text for block in BLOCKS if block.language == "yaml"}
 # README trains into one of these, and reads from the one that launch/quickstart.sh would have written
 TRAINED, FIRST = "runs/mine", "runs/first"
 NAMED = [*PAGES, ROOT / "CHANGELOG.md"]  # pages whose flags and keys are looked up
@@ -49,6 +51,8 @@ def place(tmp_path_factory) -> Path:
     """The repository as a reader has it, where the README's own training commands have been run."""
     directory: Path = tmp_path_factory.mktemp("reader")
     make_place(directory)
+    for name, text in RECIPES.items():
+        (directory / name).write_text(text, encoding="utf-8")
     training = next(
         block for block in SHELL if f"--run-dir {TRAINED}" in block.text and "train" in block.text
     )
@@ -101,7 +105,10 @@ def test_what_is_not_run_here_names_the_tests_that_do():
 
 def test_every_block_is_run_or_shown():
     """A block in a language that nothing runs would be a promise that nobody keeps."""
-    assert [str(block) for block in BLOCKS if block.language not in ("bash", "python", "")] == []
+    assert [str(block) for block in BLOCKS if block.language not in ("bash", "python", "yaml", "")] == []
+    # a recipe that is shown is checked
+    commands = {command for block in SHELL for command in block.commands()}
+    assert [name for name in RECIPES if not any(f"megatron-rl check {name}" in one for one in commands)] == []
     # output, a directory, a listing: nothing that is typed
     typed = re.compile(r"^(\.venv/|bash |sbatch |megatron-rl )", re.MULTILINE)
     assert [str(block) for block in BLOCKS if not block.language and typed.search(block.text)] == []
