@@ -157,6 +157,10 @@ def test_after_a_loss_only_what_is_missing_is_asked_again(evenly):
     for _ in range(2 if evenly else 1):  # waiting again does not help, only another engine does
         with pytest.raises(LostEngineError, match="replica 1: died"):
             all_of(dispatching, tickets)
+    deadline = time.monotonic() + 30
+    while len(desks[0].seen) < 8 and time.monotonic() < deadline:
+        # the loss may be known before the other thread has begun
+        time.sleep(0.001)
     dispatching.drain()
     answered = list(desks[0].seen)
     desks[1] = Desk(1)
