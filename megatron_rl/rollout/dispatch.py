@@ -32,7 +32,8 @@ class _Flight:
     replica: int | None = None
     is_fixed: bool = False
     completion: Completion | None = None
-    error: EngineError | None = None  # why it is with nobody; `wait` sends it again
+    error: EngineError | None = None  # why it is with nobody
+    is_told: bool = False  # `wait` has raised the error, and sends it again
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +95,8 @@ class Dispatcher:
     ) -> dict[Ticket, Completion]:
         """At least `count` (None: all) of `tickets`, in their order; fewer only when `timeout_s` is over.
 
-        Raises what kept a replica from answering one of them; called again, it asks for those anew.
+        Raises what kept a replica from answering one of them, also where that was before the call; called again, it
+        asks for those anew.
         """
         wanted = len(tickets) if count is None else min(count, len(tickets))
         with self._changed:
@@ -112,6 +114,7 @@ class Dispatcher:
             self._changed.wait_for(is_over, timeout_s)
             for flight in flights.values():
                 if flight.error is not None:
+                    self._was_told(flight.error)
                     raise flight.error
             if self._is_closed:
                 raise EngineError("engine: was closed while completions were waited for")
@@ -137,7 +140,7 @@ class Dispatcher:
             for ticket in flights:
                 del self._flights[ticket]
             nothing = Completion(
-                token_ids=(), logprobs=(), finish=Finish.ABORT, weight_version=self._weight_version()
+                token_ids=[], logprobs=[], finish=Finish.ABORT, weight_version=self._weight_version()
             )
             return {ticket: flight.completion or nothing for ticket, flight in flights.items()}
 
@@ -156,7 +159,10 @@ class Dispatcher:
     def replaced(self, number: int) -> None:
         """Another one answers in the place of lost replica `number`."""
         with self._changed:
-            self._lanes[number].lost = None
+            lane = self._lanes[number]
+            if lane.lost is not None:
+                self._was_told(lane.lost)
+            lane.lost = None
 
     def take_imbalance(self) -> float | None:
         """`routing.imbalance` of the seconds since this was last asked."""
@@ -179,14 +185,18 @@ class Dispatcher:
             raise EngineError(f"engine: ticket {ticket} was never given out, or its completion was") from None
 
     def _send_again(self, flights: Mapping[Ticket, _Flight]) -> None:
-        failed = [ticket for ticket, flight in flights.items() if flight.error is not None]
+        failed = [ticket for ticket, flight in flights.items() if flight.error is not None and flight.is_told]
         for ticket in failed:
-            flights[ticket].error = None
+            flights[ticket].error, flights[ticket].is_told = None, False
         self._give(ticket for ticket in failed if flights[ticket].is_fixed)
         free = [ticket for ticket in failed if not flights[ticket].is_fixed]
         groups = groups_of([flights[ticket].request for ticket in free])
         self._queue.extendleft([free[i] for i in group] for group in reversed(groups))
         self._move()
+
+    def _was_told(self, error: EngineError) -> None:
+        for flight in self._flights.values():
+            flight.is_told |= flight.error is error
 
     def _give(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:

@@ -196,8 +196,12 @@ def save_and_be_killed(here: Session, told_file: Path) -> None:
         store.save(here.policy, {"stage": 0, "step": 2})
         (told_file.with_suffix(f".{here.rank}")).write_text(str(writer_of(here)))
         torch.distributed.barrier()
+        past_it = told_file.with_suffix(".past_the_barrier")
         if here.rank == 1:
+            # not while the other rank is still in there
+            wait_for(past_it.exists, "the other rank", timeout_s=60.0)
             os.kill(os.getpid(), signal.SIGKILL)
+        past_it.touch()
         with pytest.raises(LostPeerError) as caught:
             store.finish()
     told_file.write_text(str(caught.value))

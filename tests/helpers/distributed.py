@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.helpers.forked import forkserver, inherit
 
-_GRACE_S = 3.0  # other ranks get this long to fail by themselves once one has
+_GRACE_S = 10.0  # other ranks get this long to fail by themselves once one has
 _LOG_CHARS = 3000  # of the end of a log that are shown
 
 
