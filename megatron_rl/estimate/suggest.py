@@ -140,8 +140,9 @@ def suggest(
 
 def _all(search: _Search, num_gpus: int) -> Iterator[Suggestion]:
     """The best engines for each choice of the trainer."""
+    degrees = engine_degrees(search.spec, gpus_per_node=search.hardware.gpus_per_node)
     for own_gpus in _engine_gpus(search, num_gpus):
-        choices = list(engine_choices(_engine_degrees(search), num_gpus=num_gpus, own_gpus=own_gpus))
+        choices = list(engine_choices(degrees, num_gpus=num_gpus, own_gpus=own_gpus))
         engines = [(choice, search.engine_memories(choice)) for choice in choices]
         for trainer in trainer_choices(
             search.recipe,
@@ -170,10 +171,6 @@ def _engine_gpus(search: _Search, num_gpus: int) -> list[int]:
         own = [gpus // node * node for gpus in own]
     own = sorted({gpus for gpus in own if gpus})
     return [0] if all(map(is_colocated, search.rl)) else own
-
-
-def _engine_degrees(search: _Search) -> list[int]:
-    return engine_degrees(search.spec, gpus_per_node=search.hardware.gpus_per_node)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.recipe.read_resolved import Setting
+from megatron_rl.train.progress import stage_labels
 
 _KEY = re.compile(r"stages\.(\d+)\.(?:kind|curriculum\.(\d+)\.(iterations|difficulty|pass_rate))$")
 
@@ -51,9 +52,11 @@ def _windows(settings: Sequence[Setting]) -> dict[str, list[Window]]:
             kinds[int(found[1])] = setting.value
         elif found:
             keys.setdefault(int(found[1]), {}).setdefault(int(found[2]), {})[found[3]] = setting.value
-    rl = [number for number, kind in sorted(kinds.items()) if kind == "rl"]
-    names = ["rl"] if len(rl) == 1 else [f"rl{i + 1}" for i in range(len(rl))]
-    return {name: _planned(keys[number]) for name, number in zip(names, rl, strict=True) if number in keys}
+    numbers = sorted(kinds)
+    labels = stage_labels([kinds[number] for number in numbers])
+    return {
+        label: _planned(keys[number]) for label, number in zip(labels, numbers, strict=True) if number in keys
+    }
 
 
 def _planned(curriculum: Mapping[int, Mapping[str, str]]) -> list[Window]:

@@ -105,6 +105,12 @@ def stage_length(stage: Stage) -> int:
 
 def stage_label(stages: Sequence[Stage], index: int) -> str:
     """`sft` or `rl`; numbered from 1 where a run has several of the kind: `rl2`."""
-    kinds = [stage.kind for stage in stages]
-    kind = kinds[index]
-    return kind if kinds.count(kind) == 1 else f"{kind}{kinds[: index + 1].count(kind)}"
+    return stage_labels([stage.kind for stage in stages])[index]
+
+
+def stage_labels(kinds: Sequence[str]) -> list[str]:
+    """`stage_label` of every stage, by the kinds of all."""
+    return [
+        kind if kinds.count(kind) == 1 else f"{kind}{kinds[: index + 1].count(kind)}"
+        for index, kind in enumerate(kinds)
+    ]
