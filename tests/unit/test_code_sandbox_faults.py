@@ -126,12 +126,13 @@ def test_a_killed_trainer_takes_supervisor_and_programs_with_it():
 def test_a_slot_whose_uid_does_not_get_empty_takes_another():
     sandbox = Sandbox(Settings(slots=1, first_uid=FIRST_UID, vacate_s=0.3))
     (uid,) = sandbox.start()["uids"]
-    zombie = subprocess.Popen(["true"], user=uid, group=uid, extra_groups=[])
-    # it ended, and nobody but us can take it away
-    wait_until(lambda: not is_running(zombie.pid))
-    uids = {o.output for o in sandbox.run(jobs(2, b"import os\nprint(os.getuid())"))}
-    assert uids == {f"{uid}\n".encode(), f"{uid + 1}\n".encode()}
-    zombie.wait()
+    # they ended, and nobody but us can take them away: neither from its uid nor from the one that comes next
+    zombies = [subprocess.Popen(["true"], user=u, group=u, extra_groups=[]) for u in (uid, uid + 1)]
+    wait_until(lambda: not any(is_running(z.pid) for z in zombies))
+    uids = {int(o.output) for o in sandbox.run(jobs(2, b"import os\nprint(os.getuid())"))}
+    assert len(uids) == 2 and uid in uids and uids <= UIDS - {uid + 1}
+    for zombie in zombies:
+        zombie.wait()
     sandbox.close()
 
 
