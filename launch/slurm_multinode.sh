@@ -39,17 +39,20 @@ fi
 run_dir=${run_dir:-runs/$(basename "$recipe" .yaml)-$job}
 name_files
 
+((${#engines[@]} == 0)) || point_at_engines
+torchrun=("$root/launch/torchrun.sh" --nnodes "$num_trainers" --master "${trainers[0]}:$((20000 + job % 10000))"
+    --run-dir "$run_dir" "$recipe" "${overrides[@]}")
+check_placed
+
 [[ -z $image ]] || run export MEGATRON_RL_PYTHON=python3
 # says why NCCL fails. Where it picks wrong cards or networks, set NCCL_IB_HCA and NCCL_SOCKET_IFNAME before sbatch
 run export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 make_run_dir
-run rm -f "$stop_file" "$secret" "$run_dir/stopped.json" "$run_dir"/logs/engine_host_*.log
+run rm -f "$stop_file" "$secret" "$run_dir/stopped.json"
+run find "$run_dir/logs" -maxdepth 1 -name 'engine_host_*.log' -delete
 note_stale_stop
 trap ask_to_stop TERM USR1 INT
 if ((${#engines[@]})); then
-    hosts=("${engines[@]/%/:$((10000 + job % 10000))}")
-    overrides=("stages.*.engine.hosts=[$(IFS=,; echo "${hosts[*]}")]"
-        "stages.*.engine.secret_file='${secret//\'/\'\'}'" "stages.*.engine.colocated=$colocated" "${overrides[@]}")
     run bash -c 'umask 077; od -An -N32 -tx1 /dev/urandom | tr -d " \n" >"$0"' "$secret"
     step "${engines[@]}"
     command=("${srun[@]}" --output="$run_dir/logs/engine_host_%N.log" bash "$root/launch/engine.sh" "$stop_file"
@@ -65,13 +68,10 @@ if ((${#engines[@]})); then
 fi
 
 step "${trainers[@]}"
-torchrun=("$root/launch/torchrun.sh" --nnodes "$num_trainers" --master "${trainers[0]}:$((20000 + job % 10000))"
-    --run-dir "$run_dir" "$recipe" "${overrides[@]}")
 if [[ -n $dry_run ]]; then
-    there=$(bash "${torchrun[@]}" --node-rank 0 --dry-run)
     print_command "${srun[@]}" bash "${torchrun[@]}"
     echo "# that is on ${trainers[0]}, and on the others with their --node-rank:"
-    echo "#   $there"
+    echo "#   ${there//$'\n'/$'\n#   '}"
     ((${#engines[@]} == 0)) || run touch "$stop_file"
     exit
 fi

@@ -9,6 +9,13 @@ name_files() {
     secret=$run_dir/logs/engine_secret-${job:?} stop_file=$run_dir/logs/engines_stop-$job
 }
 
+# point_at_engines: `hosts`, and what every RL stage of the recipe has to know of them. The user's overrides come last
+point_at_engines() {
+    hosts=("${engines[@]/%/:$((10000 + job % 10000))}")
+    overrides=("stages.*.engine.hosts=[$(IFS=,; echo "${hosts[*]}")]"
+        "stages.*.engine.secret_file='${secret//\'/\'\'}'" "stages.*.engine.colocated=$colocated" "${overrides[@]}")
+}
+
 # step NODE...: `srun`, the command that starts one task on each; all tasks end when one fails
 step() {
     srun=(srun --kill-on-bad-exit=1 --ntasks-per-node=1 --nodes=$# --nodelist="$(IFS=,; echo "$*")")
@@ -20,6 +27,19 @@ step() {
         local seen=$PWD:$PWD
         [[ $PWD == "${root:?}" ]] || seen+=,$root:$root
         srun+=(--container-image="$image" --container-workdir="$PWD" --container-mounts="$seen${mounts:+,$mounts}")
+    fi
+}
+
+# check_placed: end with what is wrong with the recipe, before any host starts. In an image its Python asks, in a step
+# of its own, which without engines would only repeat what the trainers do. `there`: what runs on a node
+check_placed() {
+    if [[ -n ${dry_run:-} ]]; then
+        there=$(bash "${torchrun[@]}" --node-rank 0 --dry-run)
+    elif [[ -z $image ]]; then
+        check_recipe
+    elif ((${#engines[@]})); then
+        step "${trainers[0]}"
+        MEGATRON_RL_PYTHON=python3 "${srun[@]}" bash "${torchrun[@]}" --node-rank 0 --dry-run >/dev/null
     fi
 }
 

@@ -6,7 +6,7 @@
 #   --master HOST:PORT   MASTER_ADDR MASTER_PORT   node 0 as the others reach it (127.0.0.1:29500)
 #   --nproc-per-node N   NPROC_PER_NODE  ranks of this node (one per GPU)
 #   --run-dir DIR        RUN_DIR         shared between nodes (runs/RECIPE-DATE-TIME; with several nodes runs/RECIPE)
-#   --dry-run            check the recipe (as far as this machine can), print the command and start nothing
+#   --dry-run            check the recipe (as far as this machine can), print the commands and start nothing
 # A run directory that was used before is continued from its latest checkpoint. Rank 0 writes here, rank N to
 # logs/rank_N.log there. SIGTERM or SIGUSR1 to this script on any node, or a file `stop` in the run directory, stops the
 # run after the step at hand, with a checkpoint and exit code 75; a second signal ends it at once.
@@ -48,14 +48,13 @@ world=()
 [[ $nproc == gpu ]] || world=(--world $((nnodes * nproc)))
 # before every rank says the same
 check_recipe "${world[@]}"
-[[ -z $dry_run ]] || { print_command "${command[@]}"; exit; }
-
-if [[ $nproc == gpu ]] && ! compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
+if [[ -z $dry_run && $nproc == gpu ]] && ! compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
     fail "--nproc-per-node: this machine shows no GPU; without any, say how many ranks to start"
 fi
 make_run_dir
+run rm -f "$run_dir/stopped.json"
+[[ -z $dry_run ]] || { print_command "${command[@]}"; exit; }
 note_stale_stop
-rm -f "$run_dir/stopped.json"
 trap ask_to_stop TERM USR1
 "${command[@]}" &
 child=$!

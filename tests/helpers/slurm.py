@@ -19,9 +19,11 @@ while [[ $1 == --* ]]; do
 done
 tasks=() number=0
 for node in ${{nodes//,/ }}; do
-    to=/dev/stdout
-    [[ -z ${{output:-}} ]] || to=${{output//%N/$node}}
-    SLURM_NODEID=$number ${{inside[$node]:-}} "$@" >>"$to" 2>&1 &
+    if [[ -z ${{output:-}} ]]; then
+        SLURM_NODEID=$number ${{inside[$node]:-}} "$@" &
+    else
+        SLURM_NODEID=$number ${{inside[$node]:-}} "$@" >>"${{output//%N/$node}}" 2>&1 &
+    fi
     tasks+=($!) number=$((number + 1))
 done
 code=0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.train.rank_process import rank_environment
 from megatron_rl.train.stopping import forget_requests
-from tests.helpers.launching import ROOT, make_place, run, start
+from tests.helpers.launching import PYTHON, ROOT, environment, make_place, run, start
 from tests.helpers.slurm import make_script
 
 MATH = str(ROOT / "recipes/klear_reasoner_8b/math_rl.yaml")
@@ -43,6 +45,51 @@ def test_a_run_refuses_the_same_before_its_ranks_start(place):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: r.yaml: 1 problem\n")
     assert not (place / "r").exists()
     assert not (place / "started").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--engine-nodes", "1"), ("--container", "img")], ids=" ".join)
+@pytest.mark.parametrize("script", ["slurm_multinode.sh", "slurm.sbatch"])
+def test_a_placed_run_refuses_the_same_before_any_engine_host_starts(place, script, options):
+    (place / "wrong").touch()
+    make_script(place / "bin" / "python3", PYTHON)
+    done = run(place, f"launch/{script}", *options, "r.yaml", nodes="n1,n2")
+    assert (done.returncode, done.stderr) == (2, "error: r.yaml: 1 problem\n")
+    # with an image the one step is that which asks there
+    steps = (place / "srun.log").read_text().splitlines() if (place / "srun.log").exists() else []
+    assert len(steps) == ("--container" in options)
+    assert not any("engine.sh" in step for step in steps)
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--container", "img")], ids=" ".join)
+def test_a_placed_run_whose_recipe_is_right_goes_on_after_it_was_checked(place, options):
+    (place / "broken").touch()
+    make_script(place / "bin" / "python3", PYTHON)
+    done = run(place, "launch/slurm_multinode.sh", *options, "--engine-nodes=1", "r.yaml", nodes="n1,n2")
+    assert done.returncode == 1, done.stderr
+    *check, engines, trainers = map(shlex.split, (place / "srun.log").read_text().splitlines())
+    assert ["--dry-run" in step and "--nodelist=n1" in step for step in check] == [True] * len(options[:1])
+    assert "--nodelist=n2" in engines
+    assert "--dry-run" not in trainers
+
+
+def test_what_a_dry_run_prints_before_its_steps_can_be_pasted(place):
+    run_dir = place / "my runs" / "it's"
+    (run_dir / "logs").mkdir(parents=True)
+    kept = run_dir / "logs" / "rank_1.log"
+    stale = [
+        run_dir / "stopped.json",
+        *(run_dir / "logs" / f"engine_host_{name}.log" for name in ("n1", "a b")),
+    ]
+    options = ("--run-dir", "my runs/it's", "--dry-run")
+    printed = run(place, "launch/slurm_multinode.sh", *options, "r.yaml", nodes="n1,n2").stdout
+    # what was not there when it was printed goes too, as in the run
+    for file in (kept, *stale):
+        file.touch()
+    before, _, _ = printed.partition("bash -c 'umask")
+    subprocess.run(["bash", "-euc", before], cwd=place, timeout=60, env=environment(place), check=True)
+    assert kept.exists()
+    assert [file for file in stale if file.exists()] == []
 
 
 def test_a_dry_run_without_the_requirements_says_that_it_has_not_checked(place):
