@@ -11,7 +11,7 @@ from megatron_rl.estimate.lengths import Lengths
 from megatron_rl.estimate.memory import ELEMENT_BYTES
 from megatron_rl.estimate.memory_engine import engine_memory
 from megatron_rl.estimate.memory_types import GIB
-from megatron_rl.estimate.timing import RlWork, StepTime, rl_step, sft_step, sync_s, train_pass
+from megatron_rl.estimate.timing import RlWork, StepTime, TransferLoad, rl_step, sft_step, sync_s, train_pass
 from megatron_rl.estimate.training import Trainer
 from megatron_rl.estimate.work import ModelWork, model_work
 from megatron_rl.model.spec import ModelSpec
@@ -142,10 +142,18 @@ def _reward_s(stage: RlStage, answers: int) -> float:
 
 def transfer_time(transfer: dict[str, Any], hardware: Hardware) -> float:
     """Seconds of a transfer from the summary of its plan."""
-    busiest = max(*transfer["sent_bytes"].values(), *transfer["received_bytes"].values())
     on_wires = transfer["intra_node_bytes"] + transfer["cross_node_bytes"]
-    crossing = transfer["cross_node_bytes"] / on_wires if on_wires else 0.0
-    return sync_s(hardware, busiest_bytes=busiest, crossing_frac=crossing, buckets=transfer["buckets"])
+    sent, received = transfer["sent_bytes"].values(), transfer["received_bytes"].values()
+    # of the side with fewer members, which have more each
+    members = min(sum(map(bool, sent)), len(received))
+    load = TransferLoad(
+        sent_bytes=max([*sent, *transfer["relayed_bytes"].values()]),
+        received_bytes=max(received),
+        crossing_frac=transfer["cross_node_bytes"] / on_wires if on_wires else 0.0,
+        messages=transfer["messages"] / members,
+        tensors=transfer["tensors"],
+    )
+    return sync_s(hardware, load)
 
 
 def stage_engines(

@@ -22,9 +22,10 @@ from megatron_rl.estimate.memory_engine import engine_memory
 from megatron_rl.estimate.memory_fit import largest_fraction, tightest
 from megatron_rl.estimate.memory_types import GIB, EngineMemory, StageMemory
 from megatron_rl.estimate.stage_time import Assumed, rl_work, sample_lengths
-from megatron_rl.estimate.timing import sync_s, train_pass
+from megatron_rl.estimate.timing import TransferLoad, sync_s, train_pass
 from megatron_rl.estimate.training import FORWARD, Trainer, pass_time, update_s
 from megatron_rl.estimate.work import ModelWork, model_work
+from megatron_rl.model.hf_tables import hf_tensors
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.recipe.resolve import longest_sample
 from megatron_rl.recipe.schema import Recipe
@@ -76,6 +77,7 @@ class _Search:
     def __init__(self, recipe: Recipe, spec: ModelSpec, hardware: Hardware, assumed: Assumed) -> None:
         self.recipe, self.spec, self.hardware, self.assumed = recipe, spec, hardware, assumed
         self.work: ModelWork = model_work(spec)
+        self.num_tensors = len(hf_tensors(spec))
         self.capacity = int(hardware.memory_gib * GIB)
         self.rl = [stage for stage in recipe.stages if isinstance(stage, RlStage)]
         known = [_steps(stage) for stage in recipe.stages]
@@ -267,7 +269,7 @@ def _with_engines(
         usable = fraction if spare >= 0 else least / search.capacity + 0.005
         made = search.generate_s(choice, memories[number], usable, number)
         reward = rl_work(stage, search.assumed, transfer_s=0.0).reward_s
-        transfer = _transfer_s(search, trainer, choice)
+        transfer = _transfer_s(search, trainer, choice, stage.engine.bucket_mib * 2**20)
         phases["generate"] += weight * made
         phases["reward"] += weight * reward
         phases["sync"] += weight * transfer
@@ -286,7 +288,7 @@ def _with_engines(
     )
 
 
-def _transfer_s(search: _Search, trainer: TrainerChoice, choice: EngineChoice) -> float:
+def _transfer_s(search: _Search, trainer: TrainerChoice, choice: EngineChoice, bucket_bytes: int) -> float:
     """A bound without a plan: the busiest of those that send and receive.
 
     Engines of their own are on other machines. On the trainer's, other pipeline stages may be (tp comes before dp
@@ -294,11 +296,19 @@ def _transfer_s(search: _Search, trainer: TrainerChoice, choice: EngineChoice) -
     """
     layout = trainer.layout
     model = search.work.num_weights * ELEMENT_BYTES[search.recipe.model.dtype]
-    busiest = max(model / choice.tp, model * choice.replicas / layout.world_size)
     crossing = 1.0
     if not choice.own_gpus:
         crossing = (layout.pp - 1) / layout.pp if layout.world_size > search.hardware.gpus_per_node else 0.0
-    return sync_s(search.hardware, busiest_bytes=busiest, crossing_frac=crossing, buckets=1)
+    # a worker hears in each bucket from every rank that holds a part of its own
+    heard = math.ceil(layout.tp / choice.tp) * math.ceil(model / choice.tp / bucket_bytes)
+    load = TransferLoad(
+        sent_bytes=model * choice.replicas / layout.world_size,
+        received_bytes=model / choice.tp,
+        crossing_frac=crossing,
+        messages=heard * max(1.0, choice.tp * choice.replicas / layout.world_size),
+        tensors=search.num_tensors,
+    )
+    return sync_s(search.hardware, load)
 
 
 def _steps(stage: SftStage | RlStage) -> int:

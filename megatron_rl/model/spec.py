@@ -27,6 +27,20 @@ _REQUIRED = (
     "vocab_size",
     "max_position_embeddings",
 )
+# far beyond public models, and where planning one tensor after the other still takes seconds
+_LARGEST = {
+    "num_hidden_layers": 1024,
+    "hidden_size": 2**17,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "intermediate_size": 2**19,
+    "moe_intermediate_size": 2**19,
+    "num_experts": 2**12,
+    "num_local_experts": 2**12,
+    "vocab_size": 2**24,
+}
+_MOST_EXPERTS, _MOST_PARAMETERS = 2**15, 10**13  # of all layers
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -106,7 +120,8 @@ class _ConfigReader:
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ModelError(f"{path}: no such file; name a Hugging Face directory, which has one") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        # a number of thousands of digits is a ValueError of its own
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{path}: cannot be read as json: {error}") from None
         if not isinstance(config, dict):
             raise ModelError(f"{path}: got a json {type(config).__name__}, must be an object")
@@ -126,7 +141,7 @@ class _ConfigReader:
         if self.config.get("head_dim") is None and hidden % heads:
             raise self._error("hidden_size", hidden, f"a multiple of num_attention_heads = {heads}")
         theta, scaling = self._rope()
-        return ModelSpec(
+        spec = ModelSpec(
             family=family,
             num_layers=self._integer("num_hidden_layers"),
             hidden_size=hidden,
@@ -145,6 +160,26 @@ class _ConfigReader:
             rope_scaling=scaling,
             moe=moe,
         )
+        self._check_size(spec)
+        return spec
+
+    def _check_size(self, spec: ModelSpec) -> None:
+        """Sizes that are each allowed may be too many together."""
+        moe, hidden = spec.moe, spec.hidden_size
+        experts = spec.num_layers * moe.num_experts if moe else 0
+        if experts > _MOST_EXPERTS:
+            raise ModelError(
+                f"{self.path}: num_experts * num_hidden_layers: got {experts:,} experts in all, must be at most "
+                f"{_MOST_EXPERTS:,}"
+            )
+        mlp = moe.expert_ffn_size * moe.num_experts if moe else spec.ffn_size
+        layer = 2 * hidden * (spec.num_heads + spec.num_kv_heads) * spec.head_dim + 3 * hidden * mlp
+        parameters = spec.num_layers * layer + hidden * spec.vocab_size * (1 if spec.tied else 2)
+        if parameters > _MOST_PARAMETERS:
+            raise ModelError(
+                f"{self.path}: got sizes of {parameters:.2e} parameters, must be at most {_MOST_PARAMETERS:.0e}; "
+                f"look at num_hidden_layers, hidden_size, intermediate_size and vocab_size"
+            )
 
     def _family(self) -> str:
         names = self.config.get("architectures")
@@ -236,6 +271,9 @@ class _ConfigReader:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._error(key, value, "a positive integer")
+        largest = _LARGEST.get(key, sys.maxsize)
+        if value > largest:
+            raise self._error(key, value, f"at most {largest:,}")
         return value
 
     def _positive(
@@ -260,6 +298,7 @@ class _ConfigReader:
 
     def _error(self, key: str, got: Any, allowed: str) -> ModelError:
         shown = "nothing" if got is None else json.dumps(got)
+        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
         return ModelError(f"{self.path}: {key}: got {shown}, must be {allowed}")
 
 

@@ -24,6 +24,7 @@ from megatron_rl.recipe.reward_checks import reward_problems
 from megatron_rl.recipe.schema import LayoutConfig, Recipe
 from megatron_rl.recipe.stages import RlStage, SftStage, Stage
 from megatron_rl.recipe.tracking import tracking_problems
+from megatron_rl.recipe.transfer import bucket_problems
 from megatron_rl.reshard.tables import check_served, check_target
 
 
@@ -139,6 +140,8 @@ def _fit(
             problems += _padding_problems(stage, path, layout)
         if spec is not None:
             problems += _length_problems(stage, path, spec)
+            if isinstance(stage, RlStage):
+                problems += bucket_problems(stage, path, spec, dtype=recipe.model.dtype)
     problems += profile_problems(recipe)
     if spec is not None:
         problems += _split_problems(recipe, spec)

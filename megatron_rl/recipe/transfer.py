@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
+from megatron_rl.model.hf_tables import hf_tensors
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.hosts import parse_host_port
+from megatron_rl.recipe.problems import Problem
 from megatron_rl.recipe.stages import EngineConfig, RlStage
 from megatron_rl.reshard.placement import Placement
 from megatron_rl.reshard.plan import plan_reshard
 
 RANKS_PER_NODE = 8  # assumed where no machine type is named; a run asks every rank where it is
+_MOST_BUCKETS = 2**16  # each is planned, and costs every member a round
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -35,6 +40,19 @@ def transfer_summary(
         bucket_bytes=engine.bucket_mib * 2**20,
         two_tier=engine.two_tier,
     ).summary()
+
+
+def bucket_problems(stage: RlStage, path: str, spec: ModelSpec, *, dtype: str) -> Iterator[Problem]:
+    """Buckets so small that a transfer would be nothing but their starts."""
+    engine = stage.engine
+    elements = sum(math.prod(shape) for shape in hf_tensors(spec).values())
+    least = math.ceil(elements * _ELEMENT_BYTES[dtype] / engine.tp / _MOST_BUCKETS / 2**20)
+    if engine.bucket_mib < least:
+        yield Problem(
+            f"{path}.engine.bucket_mib",
+            f"got {engine.bucket_mib}, which would cut the weights of this model into more than {_MOST_BUCKETS:,} "
+            f"buckets; use at least {least}, better 256",
+        )
 
 
 def is_colocated(stage: RlStage) -> bool:

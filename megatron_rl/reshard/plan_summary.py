@@ -39,6 +39,7 @@ def summarise(plan: ReshardPlan) -> dict[str, Any]:
         "nodes": plan.placement.num_nodes,
         "two_tier": plan.two_tier,
         "element_bytes": plan.element_bytes,
+        "tensors": len(plan.shapes),
         "model_bytes": model_bytes,
         "bytes_moved": on_wires + traffic.local,
         "local_bytes": traffic.local,

@@ -265,6 +265,11 @@ def test_what_the_installed_transformers_writes_is_read(family: str, tmp_path: P
         (QWEN2, {"num_key_value_heads": 5}, "num_key_value_heads", "5"),
         (QWEN2, {"tie_word_embeddings": "no"}, "tie_word_embeddings", '"no"'),
         (QWEN2, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "gptq"),
+        (QWEN2, {"num_hidden_layers": 100_000}, "num_hidden_layers", "100000"),
+        (QWEN2, {"hidden_size": 3584 * 1000}, "hidden_size", "3584000"),
+        (QWEN2, {"vocab_size": 10**4000}, "vocab_size", "1000"),
+        (QWEN3_MOE, {"num_experts": 5000}, "num_experts", "5000"),
+        (QWEN3_MOE, {"num_hidden_layers": 512}, "num_experts * num_hidden_layers", "65,536 experts"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else str(value),
 )
@@ -276,9 +281,16 @@ def test_what_cannot_be_built_exactly_is_refused_by_file_and_key(
     message = str(caught.value)
     assert message.startswith(f"{tmp_path / 'config.json'}: {key}: got ")
     assert got in message and "must be" in message
+    assert len(message) < 1000
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\x80", "[" * 100_000])
+def test_sizes_that_are_too_many_together_are_refused(tmp_path: Path) -> None:
+    large = {"hidden_size": 2**15, "intermediate_size": 2**17, "num_hidden_layers": 1000}
+    with pytest.raises(ModelError, match=r"got sizes of 2\.16e\+13 parameters, must be at most 1e\+13"):
+        read(tmp_path, QWEN3 | large | {"num_attention_heads": 1024})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x80", "[" * 100_000, f'{{"vocab_size": 1{"0" * 5000}}}'])
 def test_a_file_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError, match=r"config\.json"):

@@ -285,3 +285,15 @@ def test_a_profile_of_steps_that_the_run_does_not_have_is_a_problem(recipe):
     )
     loaded = load_recipe(recipe, [f"run.profile={{first_step: {total}, steps: 9}}"])
     assert check_recipe(loaded, world_size=1).layout.dp == 1
+
+
+def test_buckets_that_would_cut_a_large_model_into_very_many_are_refused(recipe):
+    spec = ModelSpec(
+        family="llama", num_layers=80, hidden_size=8192, ffn_size=28672, num_heads=64, num_kv_heads=8,
+        head_dim=128, vocab_size=128256, max_positions=8192, rope_theta=5e5, norm_eps=1e-5, tied=False,
+        qkv_bias=False, qk_norm=False,
+    )  # fmt: skip
+    small, allowed = (load_recipe(recipe, [f"stages.1.engine.bucket_mib={mib}"]) for mib in (1, 5))
+    with pytest.raises(RecipeError, match=r"bucket_mib.*: got 1, which would cut .* use at least 5, better 256"):
+        check_recipe(small, world_size=1, model_spec=spec)
+    assert check_recipe(allowed, world_size=1, model_spec=spec).num_parameters > 70e9

@@ -2,19 +2,26 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from megatron_rl import estimate
 from megatron_rl.estimate.generation import Engines, generation_time
 from megatron_rl.estimate.hardware import load_hardware
 from megatron_rl.estimate.lengths import Lengths
-from megatron_rl.estimate.timing import RlWork, rl_step, sync_s
+from megatron_rl.estimate.models import named_spec
+from megatron_rl.estimate.stage_time import transfer_time
+from megatron_rl.estimate.timing import RlWork, TransferLoad, rl_step, sync_s
 from megatron_rl.estimate.training import FORWARD, TRAIN, TRAIN_RECOMPUTED, Trainer, pass_time, update_s
 from megatron_rl.estimate.work import model_work
 from megatron_rl.model.hf_tables import hf_tensors
 from megatron_rl.model.spec import ModelSpec, MoeSpec
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.reshard.placement import Placement
+from megatron_rl.reshard.plan import plan_reshard
 
+README = Path(estimate.__file__).parent / "README.md"
 H100 = load_hardware("h100-80g")
 # all of the peak, nothing else: what is left can be computed by hand
 IDEAL = replace(
@@ -199,8 +206,53 @@ def test_trained_tokens_attend_to_half_their_sample_and_more_the_more_lengths_di
     assert rl_work().context > 600
 
 
-def test_a_transfer_between_nodes_is_slower_and_every_bucket_costs_a_start():
-    inside = sync_s(IDEAL, busiest_bytes=45e9, crossing_frac=0.0, buckets=1)
-    assert inside == pytest.approx(0.1)
-    assert sync_s(H100, busiest_bytes=45e9, crossing_frac=1.0, buckets=1) > 5 * inside
-    assert sync_s(H100, busiest_bytes=0.0, crossing_frac=0.0, buckets=1000) == pytest.approx(0.015)
+def transfer(**changes: float) -> TransferLoad:
+    nothing = {"sent_bytes": 0.0, "received_bytes": 0.0, "crossing_frac": 0.0, "messages": 0.0, "tensors": 0}
+    return TransferLoad(**(nothing | changes))
+
+
+def test_a_transfer_takes_its_wires_and_its_copies_and_longer_between_nodes():
+    wires, copies = 45e9 / 450e9, 7 * 45e9 / 3350e9
+    assert sync_s(IDEAL, transfer(received_bytes=45e9)) == pytest.approx(wires + copies)
+    # both directions of a wire at once, copies one after the other
+    both = transfer(received_bytes=45e9, sent_bytes=45e9)
+    assert sync_s(IDEAL, both) == pytest.approx(wires + copies * 10 / 7)
+    inside, between = (sync_s(H100, transfer(sent_bytes=45e9, crossing_frac=frac)) for frac in (0, 1))
+    assert between > 4 * inside
+
+
+def test_a_transfer_of_nothing_still_costs_its_messages_and_what_loaders_take_per_tensor():
+    assert sync_s(H100, transfer(messages=1000)) == pytest.approx(0.015)
+    assert sync_s(H100, transfer(tensors=1000)) == pytest.approx(0.3)
+
+
+# published times of the same transfers: the table of estimate/README.md
+TRANSFERS = (
+    ("qwen3-4b", ParallelLayout(dp=8), 8, 1, (0.07, 0.34)),
+    ("qwen3-30b-a3b", ParallelLayout(dp=8, pp=2, ep=8, etp=1), 8, 2, (0.5, 7.0)),
+    ("qwen2.5-32b", ParallelLayout(tp=8, dp=2), 8, 2, (0.0, 14.2)),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "tp", "replicas", "published"), TRANSFERS, ids=lambda v: str(v)[:14]
+)
+def test_planned_transfers_are_in_the_range_of_published_ones_and_in_the_readme(
+    model, layout, tp, replicas, published
+):
+    trainers = tuple(rank // 8 for rank in range(layout.world_size))
+    workers = tuple(trainers[-1] + 1 + rank // 8 for rank in range(tp * replicas))
+    place = Placement(
+        trainer_nodes=trainers,
+        worker_nodes=workers,
+        trainer_devices=(None,) * len(trainers),
+        worker_devices=(None,) * len(workers),
+    )
+    plan = plan_reshard(
+        named_spec(model), layout, target_tp=tp, replicas=replicas, element_bytes=2, placement=place
+    )
+    ours = transfer_time(plan.summary(), H100)
+    low, high = published
+    assert low <= ours <= high
+    row = next(line for line in README.read_text().splitlines() if line.lower().startswith(f"| {model} "))
+    assert f"| {ours:.2g} s |" in row.replace("0.50 s", "0.5 s")
