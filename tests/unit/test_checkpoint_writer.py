@@ -169,7 +169,9 @@ def test_writers_end_with_their_killed_trainer_even_when_they_are_stopped() -> N
     writers = [int(pid) for pid in trainer.stdout.readline().split()]
     # it asks the kernel for its end once it runs
     wait_for(
-        lambda: all(ignores_interrupts(writer) for writer in writers), "two writers that run", timeout_s=60.0
+        lambda: all(ignores_stop_requests(writer) for writer in writers),
+        "two writers that run",
+        timeout_s=60.0,
     )
     os.kill(writers[0], signal.SIGSTOP)
     trainer.kill()
@@ -177,11 +179,12 @@ def test_writers_end_with_their_killed_trainer_even_when_they_are_stopped() -> N
     wait_for(lambda: not any(map(is_running, writers)), "the end of both", timeout_s=20.0)
 
 
-def ignores_interrupts(pid: int) -> bool:
+def ignores_stop_requests(pid: int) -> bool:
+    """Looks at SIGUSR1: SIGINT is ignored from birth where a shell started these tests in the background."""
     (mask,) = (
         line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn")
     )
-    return bool(int(mask.split()[1], 16) & 1 << (signal.SIGINT - 1))
+    return bool(int(mask.split()[1], 16) & 1 << (signal.SIGUSR1 - 1))
 
 
 def is_running(pid: int) -> bool:
