@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.arguments import positive_int
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.arguments import number_above_0, positive_int, whole_number
 from megatron_rl.recipe.dataset import DatasetConfig, DifficultyConfig
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.schema import Recipe
@@ -54,9 +53,11 @@ def add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
         help="of --difficulty (default: harder)",
     )
     data.add_argument(
-        "--denominator", type=float, default=1.0, metavar="D", help="of --difficulty (default: 1)"
+        "--denominator", type=number_above_0, default=1.0, metavar="D", help="of --difficulty (default: 1)"
     )
-    data.add_argument("--show", type=int, default=3, metavar="N", help="examples of each file (default: 3)")
+    data.add_argument(
+        "--show", type=whole_number, default=3, metavar="N", help="examples of each file (default: 3)"
+    )
     data.add_argument(
         "--json", action="store_true", help="print everything as JSON, a list with one entry per file"
     )
@@ -87,7 +88,7 @@ def _print_surveys(args: argparse.Namespace) -> None:
     surveys = []
     for file in args.files:
         reading = _reading(file, args, recipe)
-        surveys.append(survey_file(file, reading, tokenizer=tokenizer, num_shown=max(0, args.show)))
+        surveys.append(survey_file(file, reading, tokenizer=tokenizer, num_shown=args.show))
         if not args.json:
             print(survey_text(surveys[-1], colour=sys.stdout.isatty()) + "\n")
     if args.json:
@@ -98,8 +99,6 @@ def _reading(file: str, args: argparse.Namespace, recipe: Recipe | None) -> Read
     """What the recipe says of this file, else what the arguments say; arguments win."""
     reading = _of_recipe(file, recipe)
     if args.difficulty is not None:
-        if args.denominator <= 0:
-            raise MegatronRLError(f"--denominator: got {args.denominator}, must be above 0")
         difficulty = DifficultyConfig(
             column=args.difficulty, higher_is=args.higher_is, denominator=args.denominator
         )

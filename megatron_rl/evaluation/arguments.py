@@ -7,7 +7,7 @@ import datetime
 import math
 from pathlib import Path
 
-from megatron_rl.arguments import positive_int
+from megatron_rl.arguments import number_above_0, positive_int, seconds, seed, whole_number
 from megatron_rl.evaluation.options import EvalOptions, check_options, named_file
 from megatron_rl.recipe.dataset import PLACE
 from megatron_rl.rewards import REWARDS
@@ -57,7 +57,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=_non_negative, default=1.0, metavar="T", help="1.0; 0 is greedy")
     group.add_argument("--top-p", type=_probability, default=1.0, metavar="P", help="1.0")
     group.add_argument("--top-k", type=_top_k, default=-1, metavar="N", help="-1: no limit")
-    group.add_argument("--seed", type=int, default=1, metavar="S", help="a run's run.seed (default: 1)")
+    group.add_argument("--seed", type=seed, default=1, metavar="S", help="a run's run.seed (default: 1)")
     group.add_argument(
         "--max-tokens",
         type=positive_int,
@@ -121,7 +121,7 @@ def _add_problems(parser: argparse.ArgumentParser) -> None:
         help="grading processes, or sandboxes of programs (2)",
     )
     group.add_argument(
-        "--grader-memory-gib", type=_positive, default=2.0, metavar="N", help="of a grading process (2)"
+        "--grader-memory-gib", type=_gibibytes, default=2.0, metavar="N", help="of a grading process (2)"
     )
     group.add_argument(
         "--reasoning",
@@ -135,7 +135,7 @@ def _add_problems(parser: argparse.ArgumentParser) -> None:
         help="run programs although a layer of isolation is missing: only models that you trust",
     )
     group.add_argument(
-        "--grader-timeout-s", type=_positive, default=5.0, metavar="S", help="seconds for one answer (5)"
+        "--grader-timeout-s", type=seconds, default=5.0, metavar="S", help="seconds for one answer (5)"
     )
 
 
@@ -161,17 +161,17 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--threads", type=positive_int, default=1, metavar="N", help="CPU threads of a worker (1)"
     )
     group.add_argument(
-        "--start-timeout-s", type=_positive, default=600.0, metavar="S", help="for an engine to start (600)"
+        "--start-timeout-s", type=seconds, default=600.0, metavar="S", help="for an engine to start (600)"
     )
     group.add_argument(
         "--request-timeout-s",
-        type=_positive,
+        type=seconds,
         default=86400.0,
         metavar="S",
         help="for one call: the concurrent sequences four times over (86400)",
     )
     group.add_argument(
-        "--restarts", type=_count, default=3, metavar="N", help="lost engines that are started anew (3)"
+        "--restarts", type=whole_number, default=3, metavar="N", help="lost engines that are started anew (3)"
     )
     group.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="logs of engines (default: kept only if it fails)"
@@ -228,8 +228,8 @@ def _non_negative(text: str) -> float:
     return _number(text, allowed="a number of at least 0", low=0.0)
 
 
-def _positive(text: str) -> float:
-    return _number(text, allowed="a number above 0", low=0.0, above=True)
+def _gibibytes(text: str) -> float:
+    return number_above_0(text, most=2**20)
 
 
 def _probability(text: str) -> float:
@@ -238,7 +238,3 @@ def _probability(text: str) -> float:
 
 def _factor(text: str) -> float:
     return _number(text, allowed="a factor above 1", low=1.0, above=True)
-
-
-def _count(text: str) -> int:
-    return 0 if text == "0" else positive_int(text)

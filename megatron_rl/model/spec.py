@@ -39,6 +39,7 @@ _LARGEST = {
     "num_experts": 2**12,
     "num_local_experts": 2**12,
     "vocab_size": 2**24,
+    "max_position_embeddings": 2**27,
 }
 _MOST_EXPERTS, _MOST_PARAMETERS = 2**15, 10**13  # of all layers
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rl.recipe.types import Float, PositiveInt, Share
+from megatron_rl.recipe.types import Batch, Float, PositiveInt, Share
 
 MAX_ROUNDS, BUFFER_TOKENS = 10, 4096  # DAPO's, where a recipe does not say
 PARTIAL_STALENESS = 2  # transfers
@@ -24,7 +24,7 @@ class DynamicSamplingConfig:
     """
 
     kind: Literal["refill", "oversample"]
-    generate_prompts: PositiveInt  # of each round, at least prompts_per_iteration
+    generate_prompts: Batch  # of each round, at least prompts_per_iteration
     max_rounds: PositiveInt = MAX_ROUNDS  # refill: rounds of one iteration, the first included
 
 
@@ -77,6 +77,6 @@ class RescoreConfig:
     The pass rates are those that windows of `pass_rate` mean. POLARIS drops mean accuracies above 0.9.
     """
 
-    samples: PositiveInt = 8  # rollouts per prompt
+    samples: Batch = 8  # rollouts per prompt
     drop_above: Share = 0.9  # prompts with a mean accuracy above it: solved
     drop_below: Share = 0.0  # and below it: out of reach; 0 keeps all of them

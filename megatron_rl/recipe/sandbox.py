@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.recipe.problems import Problem
-from megatron_rl.recipe.types import Bool, PositiveFloat, PositiveInt, Text
+from megatron_rl.recipe.types import Bool, Count, Mebibytes, PositiveInt, Seconds, Text
 
 _MIN_MEMORY_MIB = 64  # an interpreter alone takes about half
 _LAST_UID = 2**31 - 2
@@ -16,14 +16,14 @@ _LAST_UID = 2**31 - 2
 class SandboxConfig:
     """Limits are of one program on one test; a test's own `limits` stand instead."""
 
-    slots: PositiveInt = 2  # programs at a time; one per core that is free while rewards are computed
-    max_tests: PositiveInt = 16  # of a prompt in training, drawn by prompt id alone; evaluation uses all
-    wall_s: PositiveFloat = 4.0
-    cpu_s: PositiveFloat | None = None  # rounded up to whole seconds; none: wall_s
-    memory_mib: PositiveInt = 1024  # address space of a process; all together may hold twice as much
-    output_mib: PositiveInt = 16  # standard output and error together
-    tmp_mib: PositiveInt = 64  # size of the private /tmp, and of the largest file
-    processes: PositiveInt = 32  # with threads
+    slots: Count = 2  # programs at a time; one per core that is free while rewards are computed
+    max_tests: Count = 16  # of a prompt in training, drawn by prompt id alone; evaluation uses all
+    wall_s: Seconds = 4.0
+    cpu_s: Seconds | None = None  # rounded up to whole seconds; none: wall_s
+    memory_mib: Mebibytes = 1024  # address space of a process; all together may hold twice as much
+    output_mib: Mebibytes = 16  # standard output and error together
+    tmp_mib: Mebibytes = 64  # size of the private /tmp, and of the largest file
+    processes: Count = 32  # with threads
     first_uid: PositiveInt = 60800  # start of 384 user ids that nothing else uses; read where we are root
     python: Text | None = None  # interpreter of the programs; none: /usr/bin/python3
     # run programs although a layer of isolation is missing. Only for programs that you trust

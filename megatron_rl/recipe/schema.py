@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_rl.recipe.stages import RlStage, SftStage
-from megatron_rl.recipe.types import Bool, Name, NonNegativeInt, PositiveFloat, PositiveInt, Text
+from megatron_rl.recipe.types import (
+    Bool,
+    Count,
+    Name,
+    NonNegativeInt,
+    Positions,
+    PositiveInt,
+    Seconds,
+    Seed,
+    Text,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +29,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # positions in place of config.json's max_position_embeddings, for trainer, engines and exported models: base
     # models are often published with fewer than their rotary base was made for. null: as config.json says
-    max_positions: PositiveInt | None = None
+    max_positions: Positions | None = None
     # full: a layer keeps its input alone and is computed again on the way back; a third more computing for a small
     # part of the activations, which long responses need
     recompute: Literal["none", "full"] = "none"
@@ -63,16 +73,16 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    seed: NonNegativeInt = 1
+    seed: Seed = 1
     # the same bits from the same recipe, layout and machine: torch's deterministic algorithms, fixed workspaces of
     # cuBLAS, no sums inside the network (GPU settings are untested); slower there. null: on without an accelerator
     deterministic: Bool | None = None
-    torch_threads: PositiveInt = 1  # CPU threads per process
-    collective_timeout_s: PositiveFloat = 600.0
+    torch_threads: Count = 1  # CPU threads per process
+    collective_timeout_s: Seconds = 600.0
     # a rank whose process gives no sign of life for so long ends the run
-    silence_timeout_s: PositiveFloat = 60.0
+    silence_timeout_s: Seconds = 60.0
     # from a request to stop (SIGTERM, SIGUSR1) to the end at once, if no step border is reached before
-    stop_grace_s: PositiveFloat = 120.0
+    stop_grace_s: Seconds = 120.0
     # rollouts of an RL iteration whose tokens are recorded with their log-probs, for the report; 0: none
     rollout_tokens: NonNegativeInt = 16
     wandb: WandbConfig | None = None  # what TensorBoard shows, there as well
@@ -85,7 +95,7 @@ class CheckpointConfig:
     keep: PositiveInt = 2  # newest ones that stay
     # training goes on while it is written; costs host memory of the size of a rank's part
     asynchronous: Bool = False
-    timeout_s: PositiveFloat = 600.0  # of every wait in a save: for a rank, a disk, a writer
+    timeout_s: Seconds = 600.0  # of every wait in a save: for a rank, a disk, a writer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

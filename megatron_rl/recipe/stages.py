@@ -23,18 +23,24 @@ from megatron_rl.recipe.batch import (
 from megatron_rl.recipe.dataset import ConversationConfig, DatasetConfig
 from megatron_rl.recipe.sandbox import SandboxConfig
 from megatron_rl.recipe.types import (
+    Batch,
     Bool,
+    Count,
     Float,
     Fraction,
+    Gibibytes,
     Int,
     Key,
+    Mebibytes,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Probability,
     Scalar,
+    Seconds,
     Text,
+    WholeGibibytes,
 )
 
 
@@ -74,7 +80,7 @@ class SftStage:
     columns: ConversationConfig = field(default_factory=ConversationConfig)
     steps: NonNegativeInt = 0  # optimizer steps; 0: those of `epochs`
     epochs: PositiveFloat | None = None  # passes over the rows of `data`, instead of steps
-    global_batch_size: PositiveInt  # samples per optimizer step
+    global_batch_size: Batch  # samples per optimizer step
     tokens_per_microbatch: PositiveInt  # packed tokens per forward on one dp rank
     max_sample_tokens: PositiveInt = 4096  # longer samples are dropped and counted
     optimizer: OptimizerConfig
@@ -149,11 +155,11 @@ class GraderConfig:
     Evaluation counts correct answers and knows neither `scale` nor the rules of tags.
     """
 
-    workers: PositiveInt = 1
-    timeout_s: PositiveFloat = 5.0  # per answer; the worker is killed beyond it
+    workers: Count = 1
+    timeout_s: Seconds = 5.0  # per answer; the worker is killed beyond it
     # of one call with all its answers; those unsettled then are timeouts, or errors where none of their time was used
-    batch_timeout_s: PositiveFloat = 120.0
-    memory_gib: PositiveFloat = 2.0  # address space of one worker; an answer that needs more is an error
+    batch_timeout_s: Seconds = 120.0
+    memory_gib: Gibibytes = 2.0  # address space of one worker; an answer that needs more is an error
     # required: a response without </think> has no answer; auto: only one that opens <think> and never closes it
     reasoning: Literal["auto", "required"] = "auto"
     scale: tuple[Float, Float] = (0.0, 1.0)  # score s counts as low + s * (high - low)
@@ -170,7 +176,7 @@ class EngineConfig:
 
     kind: Literal["vllm"] = "vllm"
     tp: PositiveInt = 1  # tensor-parallel workers of one engine
-    replicas: PositiveInt = 1  # engines
+    replicas: Count = 1  # engines
     # which replica answers which request. even: equal blocks in their order, so that a run is the same to the last
     # bit. least_loaded: group by group to the one with the fewest tokens outstanding; the same seeds and tokens, but
     # batches depend on time, and with them the last bits of log-probs where kernels are not batch-invariant
@@ -185,23 +191,24 @@ class EngineConfig:
     port: NonNegativeInt = 0  # the one port of weight transfer; 0: any free one
     # auto: memory that both share on one GPU or without GPUs, NCCL between GPUs, else sockets (gloo)
     transport: Literal["auto", "gloo", "nccl", "shared"] = "auto"
-    bucket_mib: PositiveInt = (
+    bucket_mib: Mebibytes = (
         256  # of weights that one worker receives at a time; two such buffers on each side
     )
     two_tier: bool = False  # several engine machines: weights enter each once, its workers pass them on
-    max_concurrent: PositiveInt = 256  # sequences decoded at once by one engine
-    kv_cache_gib: PositiveInt = 1  # CPU: largest KV cache of one worker; less where max_concurrent needs less
+    max_concurrent: Batch = 256  # sequences decoded at once by one engine
+    # CPU: largest KV cache of one worker; less where max_concurrent needs less
+    kv_cache_gib: WholeGibibytes = 1
     # GPU: share of all memory of each of its GPUs that an engine takes for weights and KV cache. Trainer ranks
     # live on the same GPUs, so leave them the rest: weights, gradients, optimizer state, activations
     gpu_memory_fraction: Probability = 0.85
     # engines give the memory of weights and KV cache back after the rollouts of an iteration, and get it again for
     # the next transfer: for GPUs that trainer ranks share. The trainer's own memory stays where it is
     sleep: Bool = False
-    start_timeout_s: PositiveFloat = 300.0
+    start_timeout_s: Seconds = 300.0
     # of one call with all its requests: an engine's share of an iteration, or of an evaluation set
-    request_timeout_s: PositiveFloat = 600.0
+    request_timeout_s: Seconds = 600.0
     # an engine that started and whose process then gives no sign of life for so long is lost
-    heartbeat_timeout_s: PositiveFloat = 60.0
+    heartbeat_timeout_s: Seconds = 60.0
     restarts: NonNegativeInt = (
         3  # of lost engines in the stage, over all replicas; the next loss ends the run
     )
@@ -216,7 +223,7 @@ class EvalConfig:
 
     every: PositiveInt  # iterations; also before the first and after the last
     sets: dict[Key, Text]  # name: prompt file
-    samples: PositiveInt = 1  # k
+    samples: Batch = 1  # k
     pass_at: tuple[PositiveInt, ...] = ()  # each K of pass@K to report, at most `samples`
     temperature: PositiveFloat = 1.0
     top_p: Probability = 1.0
@@ -237,9 +244,9 @@ class RlStage:
     prompt_template: Text = "{problem}"  # text around each problem, in training and evaluation
     rewards: dict[Key, Float]  # reward name: weight
     iterations: PositiveInt  # rounds of generate, grade, train, transfer
-    prompts_per_iteration: PositiveInt
-    group_size: PositiveInt  # rollouts per prompt
-    updates_per_rollout: PositiveInt = 1  # optimizer steps per iteration
+    prompts_per_iteration: Batch
+    group_size: Batch  # rollouts per prompt
+    updates_per_rollout: Batch = 1  # optimizer steps per iteration
     tokens_per_microbatch: PositiveInt = 8192
     sampling: SamplingConfig
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -12,12 +12,49 @@ from pydantic import AfterValidator, Field
 Int = Annotated[int, Field(strict=True, description="a whole number")]
 PositiveInt = Annotated[int, Field(strict=True, gt=0, description="a whole number of at least 1")]
 NonNegativeInt = Annotated[int, Field(strict=True, ge=0, description="a whole number of at least 0")]
+# of processes, threads and the like, each of which costs something
+Count = Annotated[
+    int, Field(strict=True, gt=0, le=2**16, description="a whole number of at least 1 and at most 65,536")
+]
+# of prompts, rollouts and samples that are in memory at once
+Batch = Annotated[
+    int, Field(strict=True, gt=0, le=2**20, description="a whole number of at least 1 and at most 1,048,576")
+]
+Mebibytes = Annotated[
+    int,
+    Field(strict=True, gt=0, le=2**30, description="a whole number of at least 1 and at most 1,073,741,824"),
+]
+WholeGibibytes = Annotated[
+    int, Field(strict=True, gt=0, le=2**20, description="a whole number of at least 1 and at most 1,048,576")
+]
+Gibibytes = Annotated[
+    float,
+    Field(
+        strict=True, gt=0, le=2**20, allow_inf_nan=False, description="a number above 0 and at most 1,048,576"
+    ),
+]
+# tables of rotary frequencies have a row for each
+Positions = Annotated[
+    int,
+    Field(strict=True, gt=0, le=2**27, description="a whole number of at least 1 and at most 134,217,728"),
+]
+# what numpy takes, and with it vLLM
+Seed = Annotated[
+    int, Field(strict=True, ge=0, lt=2**32, description="a whole number from 0 to 4,294,967,295")
+]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False, description="a number")]
 PositiveFloat = Annotated[
     float, Field(strict=True, gt=0, allow_inf_nan=False, description="a number above 0")
 ]
 NonNegativeFloat = Annotated[
     float, Field(strict=True, ge=0, allow_inf_nan=False, description="a number of at least 0")
+]
+# to wait for: operating systems take no more than 24 days, in milliseconds
+Seconds = Annotated[
+    float,
+    Field(
+        strict=True, gt=0, le=1e6, allow_inf_nan=False, description="a number above 0 and at most 1,000,000"
+    ),
 ]
 Fraction = Annotated[
     float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False, description="a number from 0 to below 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_rl.arguments import positive_int
+from megatron_rl.arguments import positive_int, seconds
 from megatron_rl.score.names import REWARD_NAMES
 
 _SubParsers = argparse._SubParsersAction
@@ -31,7 +31,7 @@ def add_score(commands: _SubParsers[argparse.ArgumentParser]) -> argparse.Argume
     )
     score.add_argument(
         "--timeout-s",
-        type=_positive_seconds,
+        type=seconds,
         metavar="S",
         help="seconds for one answer (default: the reward's own)",
     )
@@ -45,13 +45,3 @@ def _score(args: argparse.Namespace) -> int:
     return score_file(
         args.cases, reward=args.reward, out=args.out, workers=args.workers, timeout_s=args.timeout_s
     )
-
-
-def _positive_seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be a number of seconds above 0")
-    return value

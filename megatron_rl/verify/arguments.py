@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.arguments import positive_int
+from megatron_rl.arguments import positive_int, seconds, seed
 from megatron_rl.verify.layouts import is_override
 
 _PROOFS = "exit code 0: proven, 1: refuted, 2: could not be run, for the reason printed"
@@ -33,7 +33,7 @@ def add_verify(commands: _SubParsers[argparse.ArgumentParser]) -> dict[str, argp
         "--kills", type=positive_int, default=3, metavar="N", help="times that it is killed (default: 3)"
     )
     resume.add_argument(
-        "--seed", type=int, default=1, metavar="S", help="of the moments of the kills (default: 1)"
+        "--seed", type=seed, default=1, metavar="S", help="of the moments of the kills (default: 1)"
     )
     resume.add_argument(
         "--layout", metavar="LAYOUT", help="resume in this layout, such as tp=2; SFT losses within 1e-6"
@@ -60,7 +60,7 @@ def _parser(
         "--keep", type=Path, metavar="DIR", help="new directory for what the proof writes (default: removed)"
     )
     parser.add_argument(
-        "--timeout-s", type=float, default=1800.0, metavar="S", help="end after so long (default: 1800)"
+        "--timeout-s", type=seconds, default=1800.0, metavar="S", help="end after so long (default: 1800)"
     )
     parser.set_defaults(run=run)
     return parser

@@ -65,6 +65,8 @@ def refused(capsys, *options: str) -> str:
         (["--temperature", "0"], "--temperature 0 draws the same sample every time"),
         (["--temperature", "-1"], "must be a number of at least 0"),
         (["--temperature", "nan"], "must be a number of at least 0"),
+        (["--seed", "-1"], "--seed: got '-1', must be a whole number from 0 to 4,294,967,295"),
+        (["--request-timeout-s", "1e300"], "must be a number above 0 and at most 1,000,000"),
         (["--top-p", "0"], "must be a number above 0 and at most 1"),
         (["--top-p", "1.5"], "must be a number above 0 and at most 1"),
         (["--top-k", "0"], "must be a whole number of at least 1"),

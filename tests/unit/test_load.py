@@ -91,7 +91,9 @@ def test_every_problem_of_a_file_is_reported_at_once(tmp_path):
         "layout.pp (line 3)": "got true, must be a whole number of at least 1",
         "layout.sp (line 3)": "got 1, must be true or false",
         "run.sed (line 4)": "unknown key; did you mean 'seed'?",
-        "stages.0.global_batch_size (line 6)": "missing, must be a whole number of at least 1",
+        "stages.0.global_batch_size (line 6)": (
+            "missing, must be a whole number of at least 1 and at most 1,048,576"
+        ),
         "stages.1.optimizer.lr (line 25)": "got -1, must be a number above 0",
     }
 

@@ -69,7 +69,7 @@ def test_a_value_may_hold_an_equals_sign(tmp_path):
         ("stages.-1.iterations=1", "stages is a list and has no entry '-1'"),
         ("layout.tp.x=1", "layout.tp.x (override): layout.tp is 1, which has no keys"),
         ("layout.tp=two", "layout.tp (override): got 'two', must be a whole number of at least 1"),
-        ("run.seed=", "run.seed (override): got null, must be a whole number of at least 0"),
+        ("run.seed=", "run.seed (override): got null, must be a whole number from 0 to 4,294,967,295"),
         ("engine.tp=1", "engine.tp (override): unknown key; did you mean 'stages.*.engine'?"),
         ("lr=1", "lr (override): unknown key; known here: name, compat"),
         ("layot.tp=1", "layot.tp (override): unknown key; did you mean 'layout'?"),
@@ -79,6 +79,28 @@ def test_a_path_without_a_place_is_refused(tmp_path, override, line):
     text = refusal(tmp_path, override)
     assert line in text
     assert ": 1 problem\n" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "most"),
+    [
+        ("run.seed=4294967296", "4,294,967,295"),
+        ("run.torch_threads=100000", "65,536"),
+        ("run.collective_timeout_s=1e300", "1,000,000"),
+        ("model.max_positions=1000000000000", "134,217,728"),
+        ("stages.1.engine.replicas=1000000000000000000", "65,536"),
+        ("stages.1.engine.request_timeout_s=1e10", "1,000,000"),
+        ("stages.1.engine.bucket_mib=100000000000", "1,073,741,824"),
+        ("stages.1.group_size=1000000000000", "1,048,576"),
+        ("stages.1.grader.memory_gib=1e20", "1,048,576"),
+        ("stages.1.sandbox.slots=1000000", "65,536"),
+    ],
+)
+def test_a_size_that_no_machine_has_or_waits_for_is_refused_with_what_is_allowed(tmp_path, override, most):
+    path, _, _ = override.partition("=")
+    line = refusal(tmp_path, override).splitlines()[1]
+    assert line.startswith(f"  {path} (override): got ")
+    assert line.removesuffix(" or null").endswith((f" and at most {most}", f" to {most}"))
 
 
 @pytest.mark.parametrize("text", ["layout.tp", "=1", "layout..tp=1", ".tp=1"])

@@ -287,6 +287,19 @@ def test_a_profile_of_steps_that_the_run_does_not_have_is_a_problem(recipe):
     assert check_recipe(loaded, world_size=1).layout.dp == 1
 
 
+def test_a_profile_of_more_steps_than_a_trace_can_hold_is_a_problem(recipe):
+    many = ("run.profile={first_step: 1, steps: 1000000000}", "stages.1.iterations=1000000000")
+    assert re.fullmatch(
+        r"got 1000000000, must be at most \d{4,6} here: its trace would have more than 5,000,000 spans",
+        problems(recipe, *many)["run.profile.steps"],
+    )
+    operators = problems(recipe, many[0].replace("}", ", operators: true}"))
+    assert operators["run.profile.steps"].startswith("got 1000000000, must be at most 20 here: operators")
+    # as many as there are, which are few
+    loaded = load_recipe(recipe, many[:1])
+    assert check_recipe(loaded, world_size=1).layout.dp == 1
+
+
 def test_buckets_that_would_cut_a_large_model_into_very_many_are_refused(recipe):
     spec = ModelSpec(
         family="llama", num_layers=80, hidden_size=8192, ffn_size=28672, num_heads=64, num_kv_heads=8,

@@ -94,4 +94,4 @@ def test_a_missing_or_empty_file_is_an_error(tmp_path, content):
 def test_a_timeout_that_is_no_time_is_refused(cases, capsys, seconds):
     with pytest.raises(SystemExit, match="2"):
         main(["score", "--reward", "math_answer", "--cases", str(cases), "--timeout-s", seconds])
-    assert "must be a number of seconds above 0" in capsys.readouterr().err
+    assert "must be a number above 0 and at most 1,000,000" in capsys.readouterr().err
