@@ -1,16 +1,15 @@
-"""`engine.vllm`: which options vLLM has, read from the source that is installed, and which of them are not the
-recipe's to set there. Never imports vLLM, which takes a minute."""
+"""`engine.vllm`: which options vLLM has and which values they take, by the source that is installed, and which of them
+are not the recipe's to set there. Never imports vLLM, which takes a minute."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.recipe.problems import Problem, did_you_mean, show
+from megatron_rl.recipe.vllm_source import Argument, read_arguments
 
 _ROLLOUTS = "rollouts are sampled one way alone, which training relies on; remove it"
 _MODEL = "set model.hf_path"
@@ -89,15 +88,12 @@ OWNED: Mapping[str, str] = {
     "disable_log_stats": "metrics are the trainer's; see metrics.jsonl, or remove it",
 }
 
-_SCALARS = {"bool": bool, "int": int, "float": float, "str": str}
 
-
-def vllm_options() -> Mapping[str, frozenset[type] | None] | None:
-    """Name of each argument of the installed vLLM, with the types that its value may have: None where only vLLM
-    itself can tell. None without vLLM, or with one that keeps its arguments elsewhere."""
+def vllm_options() -> Mapping[str, Argument] | None:
+    """Each argument of the installed vLLM by name. None without vLLM, or with one that keeps them elsewhere."""
     spec = find_spec("vllm")
     places = spec.submodule_search_locations if spec is not None else None
-    return _read(Path(places[0]) / "engine" / "arg_utils.py") if places else None
+    return read_arguments(Path(places[0])) if places else None
 
 
 def option_problems(options: Mapping[str, Any], path: str) -> Iterator[Problem]:
@@ -112,9 +108,9 @@ def option_problems(options: Mapping[str, Any], path: str) -> Iterator[Problem]:
         elif name not in known:
             free = [each for each in known if each not in OWNED]
             yield Problem(place, f"the installed vLLM has no such argument{did_you_mean(name, free)}")
-        elif (types := known[name]) is not None and not _fits(value, types):
-            words = " or ".join(sorted(each for each, kind in _SCALARS.items() if kind in types))
-            yield Problem(place, f"got {show(value)}, vLLM takes {words}")
+        elif not known[name].takes(value):
+            hint = did_you_mean(value, known[name].spellings())
+            yield Problem(place, f"got {show(value)}, vLLM takes {known[name]}{hint}")
 
 
 def unchecked_notice(options: Mapping[str, Any]) -> str | None:
@@ -122,32 +118,3 @@ def unchecked_notice(options: Mapping[str, Any]) -> str | None:
     if not options or vllm_options() is not None:
         return None
     return f"{', '.join(options)}: not checked, vLLM is not installed here"
-
-
-@lru_cache
-def _read(source: Path) -> Mapping[str, frozenset[type] | None] | None:
-    try:
-        tree = ast.parse(source.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return None
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
-            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-            return {
-                each.target.id: _types(ast.unparse(each.annotation))
-                for each in fields
-                if isinstance(each.target, ast.Name)
-            }
-    return None
-
-
-def _types(annotation: str) -> frozenset[type] | None:
-    words = [word for word in annotation.split(" | ") if word != "None"]
-    if not words or any(word not in _SCALARS for word in words):
-        return None
-    return frozenset(_SCALARS[word] for word in words)
-
-
-def _fits(value: Any, types: frozenset[type]) -> bool:
-    # true is an int to Python, not to a reader; a whole number is a float to both
-    return type(value) in types or (type(value) is int and float in types)

@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-from dataclasses import fields
+from dataclasses import MISSING, fields
 
 import pytest
 from pydantic import BaseModel, PositiveInt
@@ -14,6 +14,7 @@ from megatron_rl.recipe.resolve import check_recipe
 from megatron_rl.recipe.stages import EngineConfig
 from megatron_rl.recipe.summary import summary_table
 from megatron_rl.recipe.types import _scalar
+from megatron_rl.recipe.vllm_source import Argument, read_arguments
 from megatron_rl.rollout import vllm_worker
 from megatron_rl.rollout.engine_server import one_line
 from tests.helpers.recipes import write_recipe
@@ -51,10 +52,25 @@ def test_options_of_vllm_are_taken_one_by_one_or_together_and_shown(recipe):
             "max_num_batch_tokens=8192",
             r"the installed vLLM has no such argument; did you mean 'max_num_batched_tokens'\?",
         ),
-        ("max_num_batched_tokens=many", r"got 'many', vLLM takes int$"),
-        ("max_num_batched_tokens=true", r"got true, vLLM takes int$"),
+        ("max_num_batched_tokens=many", r"got 'many', vLLM takes int at least 1$"),
+        ("max_num_batched_tokens=true", r"got true, vLLM takes int at least 1$"),
+        ("max_num_batched_tokens=0", r"got 0, vLLM takes int at least 1$"),
+        ("block_size=-16", r"got -16, vLLM takes int above 0$"),
         ("enforce_eager=1", r"got 1, vLLM takes bool$"),
-        ("cpu_offload_gb=two", r"got 'two', vLLM takes float$"),
+        ("cpu_offload_gb=two", r"got 'two', vLLM takes float at least 0$"),
+        ("cpu_offload_gb=-1", r"got -1, vLLM takes float at least 0$"),
+        ("watermark=.nan", r"got nan, vLLM takes float at least 0 and below 1$"),
+        (
+            "kv_cache_dtype=fp9",
+            r"got 'fp9', vLLM takes one of auto, float16, bfloat16, fp8, .*; did you mean 'fp8'\?$",
+        ),
+        ("kv_cache_dtype=8", r"got 8, vLLM takes one of auto, "),
+        ("attention_backend=flash_atn", r"got 'flash_atn', vLLM takes one of .* and \d+ more"),
+        ("offload_backend=disk", r"got 'disk', vLLM takes one of auto, uva, prefetch$"),
+        (
+            "cudagraph_capture_sizes=8",
+            r"got 8, vLLM takes lists or mappings alone, which cannot be given here; rem",
+        ),
         ("compilation_config={mode: 3}", r"got a mapping, must be a number, text, true or false$"),
         ("block_size=null", r"got null, must be a number, text, true or false$"),
     ],
@@ -81,8 +97,21 @@ def test_refusals_name_arguments_that_vllm_has_and_keys_that_recipes_have():
 
 def test_arguments_are_read_from_the_installed_source_without_importing_it():
     known = vllm_options.vllm_options()
-    assert known["max_num_batched_tokens"] == {int} and known["kv_cache_dtype"] is None
-    assert known["cpu_offload_gb"] == {float} and len(known) > 100
+    assert known["cpu_offload_gb"] == Argument(types=frozenset({float}), bounds=(("at least", 0.0),))
+    assert "fp8" in known["kv_cache_dtype"].choices and "FLASH_ATTN" in known["attention_backend"].names
+    # a configuration of its own is vLLM's to read
+    assert known["compilation_config"] == Argument()
+    assert len(known) > 100 and sum(argument != Argument() for argument in known.values()) > 200
+
+
+def test_what_is_read_of_an_argument_agrees_with_the_installed_vllm():
+    """Every default that vLLM has is a value that it takes."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = vllm_options.vllm_options()
+    for field in fields(EngineArgs):
+        if field.default is not MISSING and type(field.default) in (bool, int, float, str):
+            assert known[field.name].takes(field.default), field.name
 
 
 def test_without_vllm_the_table_says_that_names_were_not_checked(recipe, monkeypatch):
@@ -96,9 +125,39 @@ def test_without_vllm_the_table_says_that_names_were_not_checked(recipe, monkeyp
 
 
 def test_a_vllm_without_its_arguments_where_they_are_looked_for_checks_nothing(tmp_path):
-    (tmp_path / "arg_utils.py").write_text("class Other:\n    x: int = 1\n")
-    assert vllm_options._read(tmp_path / "arg_utils.py") is None
-    assert vllm_options._read(tmp_path / "nothing.py") is None
+    assert read_arguments(tmp_path / "nothing") is None
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "arg_utils.py").write_text("class Other:\n    x: int = 1\n")
+    assert read_arguments(tmp_path) is None
+
+
+def test_what_cannot_be_followed_is_left_to_vllm(tmp_path):
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "__init__.py").write_text("from vllm.config.a import C, Kind\n")
+    (tmp_path / "config" / "a.py").write_text(
+        "Kind = Literal['x', 3]\nLoop = Loop\nclass C:\n    n: int = Field(default=1, ge=LEAST, lt=9)\n"
+    )
+    (tmp_path / "engine" / "arg_utils.py").write_text(
+        "from vllm.config import C, Kind\nfrom vllm.config.a import Loop\nfrom elsewhere import Other\n"
+        "class EngineArgs:\n    n: int = C.n\n    kind: Kind | None = None\n    other: Other | int = 1\n"
+        "    loop: Loop = 1\n    gone: Gone = C.gone\n    text: 'int' = 1\n"
+    )
+    known = read_arguments(tmp_path)
+    assert (known["n"].takes(8), known["n"].takes(9), known["n"].takes(-1)) == (True, False, True)
+    assert [known["kind"].takes(value) for value in ("x", 3, 3.0, True, "y")] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert {name for name, argument in known.items() if argument == Argument()} == {
+        "other",
+        "loop",
+        "gone",
+        "text",
+    }
 
 
 @pytest.mark.parametrize("value", [None, [1], {"a": 1}])
