@@ -15,6 +15,7 @@ MAX_DIGITS = 100_000  # of a power that is worth computing
 MAX_FACTORIAL = 20_000
 MAX_TERMS = 100_000  # of a sum or a product
 MAX_EXPANSION = 300  # exponent of a sum that holds letters
+MAX_EXPANDED_TERMS = 20_000  # of such a sum to such a power
 _MAX_DEPTH = 30
 _HARD = ("\\sum", "\\prod", "\\int", "\\lim", "!", "\\binom", "^", "\\sin", "\\cos", "\\tan", "\\log", "\\ln")
 _LARGE = {"\\sum", "\\prod"}
@@ -45,7 +46,7 @@ def _digits(found: list[str], depth: int) -> float:
         return 0.0
     total = base = 0.0
     index = 0
-    is_sum = False  # the last group was a sum with letters
+    num_summands = 1  # of the last group, if it was a sum with letters
     while index < len(found):
         token, index = found[index], index + 1
         if token in _LARGE:
@@ -58,8 +59,11 @@ def _digits(found: list[str], depth: int) -> float:
         elif token == "^":
             exponent, index = _group(found, index)
             times = _value(exponent, depth)
-            if is_sum and times > MAX_EXPANSION and math.isfinite(times):
-                raise _Costly(f"a sum to a power above {MAX_EXPANSION}")
+            if num_summands > 1 and math.isfinite(times):
+                if times > MAX_EXPANSION:
+                    raise _Costly(f"a sum to a power above {MAX_EXPANSION}")
+                if math.comb(int(times) + num_summands - 1, num_summands - 1) > MAX_EXPANDED_TERMS:
+                    raise _Costly(f"a power of a sum with more than {MAX_EXPANDED_TERMS} terms")
             if base * times > MAX_DIGITS:
                 raise _Costly(f"a power of more than {MAX_DIGITS} digits")
             total += base * times
@@ -73,11 +77,11 @@ def _digits(found: list[str], depth: int) -> float:
         elif token in {"(", "{", "["}:
             inside, index = _group(found, index - 1)
             base = _digits(inside, depth + 1)
-            is_sum = any(sign in inside for sign in ("+", "-")) and any(t.isalpha() for t in inside)
+            num_summands = 1 + sum(t in {"+", "-"} for t in inside) if any(t.isalpha() for t in inside) else 1
             total += base
         else:
             base = _literal(token)
-            is_sum = False
+            num_summands = 1
             total += base
     return total
 

@@ -11,6 +11,7 @@ MAX_ANSWER_CHARS = 500  # beyond it an answer is compared as a string and never 
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
+_GAP = " \\quad "  # joins no numerals
 _BOX_NAMES = ("\\boxed", "\\fbox")
 
 
@@ -103,10 +104,20 @@ def _box_content(text: str, backslash: int) -> int | None:
 
 
 def _open_boxes(content: str) -> str:
-    """`content` with the commands and braces of its inner boxes taken away."""
+    """`content` with the commands and braces of its inner boxes taken away; what they held apart stays apart."""
     drop: set[int] = set()
     for box in _scan_boxes(content):
         if box.end is not None:
             drop.update(range(box.start, box.content))
             drop.add(box.end)
-    return "".join(char for position, char in enumerate(content) if position not in drop)
+    kept: list[str] = []
+    before, is_behind_border = "", False
+    for position, char in enumerate(content):
+        if position in drop:
+            is_behind_border = True
+        elif char.isspace():
+            kept.append(char)
+        else:
+            kept += [_GAP, char] if is_behind_border and before.isalnum() and char.isalnum() else [char]
+            before, is_behind_border = char, False
+    return "".join(kept)

@@ -16,10 +16,11 @@ from typing import Any
 from megatron_rl.data.types import Verdict
 from megatron_rl.rewards.cost import expected_cost, too_costly
 from megatron_rl.rewards.extract import MAX_ANSWER_CHARS, THINK_CLOSE, extract_answer
+from megatron_rl.rewards.labels import without_label
 from megatron_rl.rewards.pool import PoolVerdict, WorkerPool
 from megatron_rl.rewards.protocol import Grade, RewardInput
 from megatron_rl.rewards.rational import read_number
-from megatron_rl.rewards.spelling import spell, tokens, without_label
+from megatron_rl.rewards.spelling import spell, tokens
 
 # commands that are no answer without what stands beside them
 _SAY_NOTHING = {"\\frac", "\\sqrt", "\\binom", "\\overline", "\\ldots", "\\cdot", "\\pm", "\\quad"}

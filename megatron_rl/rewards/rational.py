@@ -57,7 +57,11 @@ class _NumberReader:
 
     def product(self, depth: int) -> Fraction:
         value = self.power(depth)
+        divides = False
         while self.peek() in {"\\cdot", "/", "("}:
+            if divides and self.peek() == "(":
+                # 1/2(5): half of 5, or one tenth
+                raise _NotANumber
             divides = self.take("/")
             self.take("\\cdot")
             factor = self.power(depth)
@@ -80,7 +84,8 @@ class _NumberReader:
 
     def atom(self, depth: int) -> Fraction:
         token = self.peek()
-        if token[:1].isdigit() or token[:1] == ".":
+        # not 2A, a numeral of base 16
+        if token.replace(".", "", 1).isdigit() or token[:1] == ".":
             self.index += 1
             return self.repeating(token) if "." in token or self.peek() == "." else self.mixed(int(token))
         if self.take("\\frac"):

@@ -13,12 +13,16 @@ from megatron_rl.rewards.spelling import unwrap
 from megatron_rl.rewards.units import closing, is_text, strip_units
 
 _MATRICES = {f"{{{kind}matrix}}" for kind in ("", "p", "b", "v", "B", "V", "small")} | {"{array}"}
-_RELATIONS = {"<", ">", "\\leq", "\\geq", "\\neq"}
+RELATIONS = {"<", ">", "\\leq", "\\geq", "\\neq"}
 _NAME_SIGNS = {"_", "{", "}", "(", ")", ",", "'", "\\overline", "\\overrightarrow", "\\vec", "\\cap"} | GREEK
 _FIGURES = {"\\angle", "\\triangle"}
 _LINES = {"\\overline", "\\overrightarrow", "\\vec"}
 _INVERSE = ["^", "{", "-", "1", "}"]
 _OR = {"or", "\\text{or}"}
+_WORDS = {"and", "\\text{and}", *_OR}
+_COMMAS = {",", ";"}
+_NOTHING = "?"  # of words: equal only to itself
+_COMPLEX = {"z", "w"}  # letters whose bars make a modulus, where those of x make an equation
 _MAX_DEPTH = 12
 
 
@@ -63,6 +67,7 @@ class Union:
 @dataclass(frozen=True, slots=True)
 class Matrix:
     rows: tuple[tuple[Shape, ...], ...]
+    bars: str = ""  # `v` for a determinant, `V` for a norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +80,20 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
+class Approximate:
+    """`value \\approx decimal`; without a value, `of` is empty or a name."""
+
+    of: Shape
+    decimal: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Equation:
     left: tuple[str, ...]
     right: tuple[str, ...]
 
 
-Shape = Leaf | Relation | Unordered | Ordered | Union | Matrix | Named | Equation
+Shape = Leaf | Relation | Unordered | Ordered | Union | Matrix | Named | Approximate | Equation
 
 
 def read_shape(found: list[str], depth: int = 0) -> Shape:
@@ -98,12 +111,20 @@ def read_shape(found: list[str], depth: int = 0) -> Shape:
     multiple = _read_multiple(found, depth)
     if multiple is not None:
         return multiple
+    if found[0] == "\\begin{cases}" and found[-1] == "\\end{cases}" and "&" not in found:
+        rows = [read_shape(row, depth + 1) for row in split(found[1:-1], {"\\\\"}) if row]
+        return Unordered(tuple(rows)) if all(isinstance(row, Named) for row in rows) else Leaf(tuple(found))
     either = [piece for piece in split(found, _OR) if piece]
     if len(either) > 1 and all(_is_relation(piece) for piece in either):
         return Union(tuple(read_shape(piece, depth + 1) for piece in either))
-    pieces = split(found, {",", ";", "and", "\\text{and}", *_OR})
-    if len(pieces) > 1 and pieces[0] and any(pieces):
-        return Unordered(_flat(pieces, depth))
+    # a comma may stand before its "and"
+    joints = [
+        t for t, after in zip(found, [*found[1:], ""], strict=True) if t not in _COMMAS or after not in _WORDS
+    ]
+    pieces = split(joints, _COMMAS | _WORDS)
+    if len(pieces) > 1:
+        # where an item is missing, the others are no answer
+        return Unordered(_flat(pieces, depth)) if all(pieces) else Leaf((_NOTHING, *found))
     if len(parts := split(found, {"\\cup"})) > 1:
         return Union(tuple(read_shape(part, depth + 1) for part in parts))
     bracketed = _read_bracketed(found, depth)
@@ -113,7 +134,7 @@ def read_shape(found: list[str], depth: int = 0) -> Shape:
 
 
 def _is_relation(found: list[str]) -> bool:
-    return any(token in _RELATIONS for token in found) and not any(t in {",", ";"} for t in found)
+    return any(token in RELATIONS for token in found) and not any(t in {",", ";"} for t in found)
 
 
 def split(found: list[str], separators: set[str]) -> list[list[str]]:
@@ -149,7 +170,8 @@ def _read_matrix(found: list[str], depth: int) -> Matrix | None:
     if found[0] == "\\begin{array}" and body and body[0] == "{":
         body = body[(closing(body, 0) or 0) + 1 :]
     rows = [split(row, {"&"}) for row in split(body, {"\\\\"}) if row]
-    return Matrix(tuple(tuple(read_shape(cell, depth + 1) for cell in row) for row in rows))
+    bars = environment[1] if environment[1] in "vV" else ""
+    return Matrix(tuple(tuple(read_shape(cell, depth + 1) for cell in row) for row in rows), bars)
 
 
 def _read_multiple(found: list[str], depth: int) -> Matrix | None:
@@ -182,10 +204,10 @@ def _read_bracketed(found: list[str], depth: int) -> Shape | None:
             left = split(builder[0], {"\\in"})[0]
             condition = read_shape(builder[1], depth + 1)
             # of what is a name, the condition says all; 2n for whole n is another matter
-            return condition if _name_of(left) else Ordered("{", "}", (Leaf(tuple(builder[0])), condition))
-        pieces = split(inside, {",", ";"})
+            return condition if name_of(left) else Ordered("{", "}", (Leaf(tuple(builder[0])), condition))
+        pieces = split(inside, _COMMAS)
         return Unordered(_flat(pieces, depth))
-    pieces = split(inside, {",", ";"})
+    pieces = split(inside, _COMMAS)
     signs = [piece for piece in pieces if "\\pm" in piece or "\\mp" in piece]
     if len(pieces) > 1 and signs:
         both = [[_with_sign(token, upper) for token in found] for upper in (True, False)]
@@ -197,8 +219,12 @@ def _read_bracketed(found: list[str], depth: int) -> Shape | None:
 
 def _read_statement(found: list[str], depth: int) -> Shape:
     """Membership, equations, inequalities, ratios, plus-minus pairs; else one expression."""
+    about = split(found, {"\\approx"})
+    if len(about) > 1:
+        of = read_shape(about[0], depth + 1)
+        return Approximate(of, tuple(strip_units(about[1]))) if len(about) == 2 else Leaf(tuple(found))
     member = split(found, {"\\in"})
-    if len(member) == 2 and _name_of(member[0]):
+    if len(member) == 2 and name_of(member[0]):
         return read_shape(member[1], depth + 1)
     sides = split(found, {"="})
     if len(sides) > 1 and all(sides):
@@ -210,17 +236,24 @@ def _read_statement(found: list[str], depth: int) -> Shape:
         if len(known) > 1:
             # x = 3 = 4 names several values
             return Unordered(tuple(Leaf(tuple(side)) for side in sides[1:]))
+        if len(sides) == 2 and values[0] is not None and name_of(sides[1]):
+            # 3 = x
+            sides.reverse()
         equation = Equation(tuple(sides[0]), tuple(sides[-1]))
-        name = _name_of(sides[0])
+        name = name_of(sides[0])
         return Named(name, read_shape(sides[-1], depth + 1), equation) if name else equation
-    if any(token in _RELATIONS for token in found):
+    if any(token in RELATIONS for token in found):
         return Relation(tuple(found))
     if found == ["\\emptyset"]:
         return Unordered(())
     ratio = split(found, {":"})
     if len(ratio) > 1 and all(ratio):
-        return Ordered(":", ":", tuple(read_shape(part, depth + 1) for part in ratio))
-    if "\\pm" in found:
+        parts = [
+            Leaf((_NOTHING, *part)) if part[0][:1] == "0" != part[0] else read_shape(part, depth + 1)
+            for part in ratio[1:]
+        ]
+        return Ordered(":", ":", (read_shape(ratio[0], depth + 1), *parts))
+    if "\\pm" in found or "\\mp" in found:
         both = [tuple(_with_sign(token, upper) for token in found) for upper in (True, False)]
         return Unordered(tuple(map(Leaf, both)))
     return Leaf(tuple(found))
@@ -231,14 +264,20 @@ def _with_sign(token: str, upper: bool) -> str:
     return {"\\pm": "+-", "\\mp": "-+"}[token][not upper] if token in {"\\pm", "\\mp"} else token
 
 
-def _name_of(found: list[str]) -> str:
-    """`x`, `a_{37}`, `f(x)`, `\\theta` or `(p,q,r)` as one string; nothing for what has a value."""
+def name_of(found: list[str]) -> str:
+    """`x`, `a_{37}`, `f(x)`, `|z|`, `\\theta` or `(p,q,r)` as one string; nothing for what has a value."""
     if found and found[0] in _FIGURES:
         found = found[1:]
     if found[1:6] == _INVERSE and found[6:7] == ["("]:
         found = [found[0], *found[6:]]
-        return name + "^{-1}" if (name := _name_of(found)) else ""
+        return name + "^{-1}" if (name := name_of(found)) else ""
     is_length = len(found) == 3 and found[0] == found[2] == "|" and found[1].isupper() and len(found[1]) == 2
+    inner = found[1:-1]
+    has_modulus = found[:1] == found[-1:] and (
+        (found[:1] == ["|"] and inner[:1] and (inner[0] in _COMPLEX | _LINES)) or found[:1] == ["\\|"]
+    )
+    if has_modulus:
+        return f"|{name}|" if (name := name_of(inner)) else ""
     if is_length or (len(found) == 1 and found[0].startswith("\\text{") and len(found[0]) < 40):
         return "".join(found)
     if not found or not (

@@ -9,14 +9,21 @@ import unicodedata
 
 from megatron_rl.rewards.lexicon import (
     CHOICE_WORDS,
+    CLOSING,
+    CURRENCIES,
+    DOTS,
     DROPPED,
     DROPPED_WITH_ARGUMENT,
     E_NOTATION,
     FUNCTIONS,
+    GREEK,
     HALF_DAYS,
+    INFIXES,
     LENGTH_UNITS,
     LETTER_COMMANDS,
     LOWERED,
+    NUM_ARGUMENTS,
+    OPENING,
     RAISED,
     RAISED_TABLE,
     SAME,
@@ -26,6 +33,7 @@ from megatron_rl.rewards.lexicon import (
     TRIGONOMETRIC,
     UNICODE_TABLE,
 )
+from megatron_rl.rewards.numerals import bases, join_thousands, repeating
 from megatron_rl.rewards.units import closing, is_text, strip_units
 
 
@@ -36,17 +44,37 @@ def tokens(text: str) -> list[str]:
     plain = plain.translate(UNICODE_TABLE)
     if not plain.isascii():
         plain = "".join(char if char.isascii() else _ascii_sign(char) for char in plain)
-    plain = E_NOTATION.sub(r"\1\\cdot 10^{\2}", plain)
+    plain = DOTS.sub(r"\\ldots ", E_NOTATION.sub(r"\1\\cdot 10^{\2}", plain)).replace("Rs.", "Rs ")
     raw = [SAME.get(token, token) for token in TOKEN.findall(plain)]
-    found = _join_thousands(_gather_texts(_without_layout(raw)))
+    found = join_thousands(_gather_texts(_without_layout(_infix_arguments(raw))))
     found = [FUNCTIONS.get(token, token) for token in found if not token.isspace() and token not in SPACES]
-    found = _brace_arguments(_degrees(_repeating_dots(_bare_colons(found))))
+    found = bases(repeating(_brace_arguments(_degrees(_moduli(_without_currency(_bare_colons(found)))))))
     while found and found[-1] in {".", ",", ";", "\\", "\\\\"}:
         found.pop()
     if found[:1] == found[-1:] == ["\\cdot"]:
         # **bold**
         found = found[1:-1]
     return strip_units(_half_days(_facing_brackets(unwrap(found))))
+
+
+def _infix_arguments(found: list[str]) -> list[str]:
+    """`{5 \\choose 2}` as `{\\binom{5}{2}}` and `{1 \\over 2}` as `{\\frac{1}{2}}`."""
+    if not INFIXES.keys() & set(found):
+        return found
+    out: list[str] = []
+    starts, signs = [0], [-1]  # of the open groups: where they begin and where their sign stands
+    for token in [*found, ""]:
+        if (token in CLOSING or not token) and (len(starts) > 1 or not token):
+            start, sign = starts.pop(), signs.pop()
+            if sign >= 0:
+                out[start:] = [INFIXES[out[sign]], "{", *out[start:sign], "}", "{", *out[sign + 1 :], "}"]
+        if token in INFIXES and signs[-1] < 0:
+            signs[-1] = len(out)
+        out.append(token)
+        if token in OPENING:
+            starts.append(len(out))
+            signs.append(-1)
+    return out[:-1]
 
 
 def _half_days(found: list[str]) -> list[str]:
@@ -114,9 +142,11 @@ def _is_length(part: list[str]) -> bool:
 
 def spell(found: list[str]) -> str:
     """One string for a list of tokens; two answers with equal strings are the same answer."""
-    text = join(found)
+    if not is_text(found):
+        return join(found)
+    text = " ".join(token[6:-1] if token.startswith("\\text{") else token for token in found)
     # words do not differ by case; single letters (variables, choices) do
-    return text.casefold() if is_text(found) and len(text) > 1 else text
+    return text.casefold() if len(text) > 1 else text
 
 
 def join(found: list[str]) -> str:
@@ -143,9 +173,9 @@ def unwrap(found: list[str]) -> list[str]:
                 inner.pop()
             found = [SAME.get(token, token) for token in inner]
             continue
-        if len(found) == 2 and found[0] in CHOICE_WORDS and _is_choice(found[1]):
+        if len(found) == 2 and found[0] in CHOICE_WORDS and is_choice(found[1]):
             return found[1:]
-        if len(found) == 2 and found[1] == ")" and _is_choice(found[0]):
+        if len(found) == 2 and found[1] == ")" and is_choice(found[0]):
             return found[:1]
         in_braces = len(found) > 2 and found[0] == "{" and closing(found, 0) == len(found) - 1
         in_parentheses = len(found) == 3 and (found[0], found[2]) == ("(", ")")
@@ -154,32 +184,8 @@ def unwrap(found: list[str]) -> list[str]:
         found = found[1:-1]
 
 
-def _is_choice(token: str) -> bool:
+def is_choice(token: str) -> bool:
     return len(token) == 1 and "A" <= token <= "J"
-
-
-def without_label(gold: list[str], answer: list[str]) -> tuple[list[str], list[str]]:
-    """`\\textbf{(C)} 12` as `C` where the other side is a letter, else as `12`; `3 pm` as `3` where it says neither."""
-    halves = [_half_day(one) for one in (gold, answer)]
-    if halves.count("") == 1:
-        gold, answer = (one[:-1] if half else one for one, half in zip((gold, answer), halves, strict=True))
-    return _one_of(gold, other=answer), _one_of(answer, other=gold)
-
-
-def _half_day(found: list[str]) -> str:
-    return (
-        found[-1].removeprefix("\\text{").rstrip("}")
-        if found[-1:] in (["\\text{am}"], ["\\text{pm}"])
-        else ""
-    )
-
-
-def _one_of(found: list[str], *, other: list[str]) -> list[str]:
-    label = found[0][6:-1].strip("() .") if len(found) > 1 and found[0].startswith("\\text{") else ""
-    spellings = {f"\\text{{{sign}}}" for sign in (f"({label})", f"({label}).", f"{label}.", f"{label})")}
-    if not _is_choice(label) or found[0] not in spellings:
-        return found
-    return [label] if len(other) == 1 and _is_choice(other[0]) else found[1:]
 
 
 def _closing_brace(found: list[str], start: int) -> int | None:
@@ -207,6 +213,9 @@ def _gather_texts(found: list[str]) -> list[str]:
                     gathered.append(FUNCTIONS.get(content, content))
                 elif content == "°":
                     gathered.append(content)
+                elif content.endswith((" or", " and")):
+                    unit, _, joint = content.rpartition(" ")
+                    gathered += ["\\text{" + unit.rstrip() + "}", "\\text{" + joint + "}"]
                 elif content:
                     gathered.append("\\text{" + content + "}")
                 index = end + 1
@@ -214,39 +223,6 @@ def _gather_texts(found: list[str]) -> list[str]:
         gathered.append(found[index])
         index += 1
     return gathered
-
-
-def _join_thousands(found: list[str]) -> list[str]:
-    """`10,000`, `10{,}000`, `10\\,000` and `10 000` as one number; a list such as `0,1` stays a list."""
-    joined: list[str] = []
-    depth = index = 0
-    while index < len(found):
-        token = found[index]
-        depth += (token in {"(", "[", "\\{"}) - (token in {")", "]", "\\}"})
-        index += 1
-        if token.isdigit() and len(token) <= 3 and token[0] != "0":
-            while (after := _thousands_group(found, index, in_brackets=depth > 0)) is not None:
-                token += found[after]
-                index = after + 1
-        joined.append(token)
-    return joined
-
-
-def _thousands_group(found: list[str], index: int, *, in_brackets: bool) -> int | None:
-    """Index of a three-digit group whose separator starts at `index`."""
-    for separator in (
-        [",", "\\!", " "], ["\\!", " "], ["\\text{,}"],
-        ["{", ",", "}"], [",", "\\!"], ["\\!", ","], [","], ["\\,"], ["\\!"], [" "], ["\\ "], ["~"], ["\\;"], ["\\:"],
-    ):  # fmt: skip
-        after = index + len(separator)
-        if found[index:after] != separator or after >= len(found):
-            continue
-        # inside brackets a bare comma separates elements
-        if separator == [","] and in_brackets:
-            return None
-        digits = found[after].split(".")[0]
-        return after if len(digits) == 3 and digits.isdigit() else None
-    return None
 
 
 def _bare_colons(found: list[str]) -> list[str]:
@@ -259,41 +235,14 @@ def _bare_colons(found: list[str]) -> list[str]:
     return out
 
 
-def _repeating_dots(found: list[str]) -> list[str]:
-    """`0.\\dot{3}` and `0.\\dot{1}4\\dot{2}` with the bar that says the same."""
-    out: list[str] = []
-    index = 0
-    while index < len(found):
-        length, digits = _dotted(found, index)
-        if length and out and "." in (out[-1][-1:], *out[-1]):
-            after = index + length
-            middle = found[after] if after < len(found) and found[after].isdigit() else ""
-            more, last = _dotted(found, after + bool(middle))
-            out += ["\\overline", "{", digits + middle + last if more else digits, "}"]
-            index = after + bool(middle) + more if more else after
-            continue
-        out.append(found[index])
-        index += 1
-    return out
-
-
-def _dotted(found: list[str], index: int) -> tuple[int, str]:
-    """Number of tokens and the digit of a `\\dot{3}` or `\\dot3` at `index`; 0 for none."""
-    if found[index : index + 1] != ["\\dot"]:
-        return 0, ""
-    inner = found[index + 1 : index + 4]
-    if len(inner) == 3 and (inner[0], inner[2]) == ("{", "}") and inner[1].isdigit():
-        return 4, inner[1]
-    return (2, inner[0]) if inner and inner[0].isdigit() and len(inner[0]) == 1 else (0, "")
-
-
 def _degrees(found: list[str]) -> list[str]:
     """`^\\circ` and `^{\\circ}` as the token `°`; only the argument of a trigonometric function keeps it."""
     out: list[str] = []
     index = 0
     while index < len(found):
-        for spelling in (["^", "{", "\\circ", "}"], ["^", "\\circ"]):
-            if found[index : index + len(spelling)] == spelling:
+        for spelling in (["^", "{", "\\circ", "}"], ["^", "\\circ"], ["^", "{", "o", "}"], ["^", "o"]):
+            is_sure = "o" not in spelling or "".join(out[-1:]).isdigit()
+            if is_sure and found[index : index + len(spelling)] == spelling:
                 out.append("°")
                 index += len(spelling)
                 break
@@ -301,6 +250,39 @@ def _degrees(found: list[str]) -> list[str]:
             out.append(found[index])
             index += 1
     return out if any(token in TRIGONOMETRIC for token in out) else [token for token in out if token != "°"]
+
+
+def _without_currency(found: list[str]) -> list[str]:
+    """`Rs 15`, `\\text{USD }15` and `US\\$15` as `15`."""
+    return [
+        token
+        for index, token in enumerate(found)
+        if token.removeprefix("\\text{").rstrip("}. ") not in CURRENCIES
+        or not "".join(found[index + 1 : index + 2])[:1].isdigit()
+        or "".join(found[:index][-1:]).isalnum()
+    ]
+
+
+def _moduli(found: list[str]) -> list[str]:
+    """`(\\text{mod }7)`, `(mod 7)` and `\\text{mod }7` as `\\pmod`, `7`."""
+    if not any("mod" in token for token in found):
+        return found
+    out: list[str] = []
+    pending = list(reversed(found))
+    while pending:
+        token = pending.pop()
+        behind = pending[-1] if pending else ""
+        if token == "(" and behind.startswith(("\\pmod", "\\text{mod")):
+            end = closing([token, *reversed(pending)], 0)
+            if end is not None:
+                # the sign brings its own brackets
+                del pending[-end]
+            continue
+        if token.startswith("\\text{mod"):
+            pending += [part for part in (token[9:-1].removeprefix("ulo").strip(),) if part]
+            token = "\\pmod"
+        out.append(token)
+    return out
 
 
 def _brace_arguments(found: list[str]) -> list[str]:
@@ -317,8 +299,8 @@ def _brace_arguments(found: list[str]) -> list[str]:
             end = closing(list(reversed(pending)), 0)
             if end is not None:
                 pending[-1], pending[-1 - end] = "{", "}"
-        for _ in range({"\\frac": 2, "\\sqrt": 1, "\\binom": 2, "^": 1, "_": 1}.get(token, 0)):
-            _brace_one(out, pending, whole_number=token in {"^", "_"} or token == "\\sqrt")
+        for _ in range(NUM_ARGUMENTS.get(token, 0)):
+            _brace_one(out, pending, whole_number=token in {"^", "_", "\\sqrt", "\\pmod"})
     return out
 
 
@@ -332,7 +314,8 @@ def _brace_one(out: list[str], pending: list[str], *, whole_number: bool) -> Non
         group = [pending.pop() for _ in range(end + 1 if end is not None else len(pending))]
         out.extend(["{", *_brace_arguments(group[1:-1]), "}"] if end is not None else group)
         return
-    if token in {"(", "["} or token.startswith("\\"):
+    is_argument = token in GREEK or token in {"\\pi", "\\infty"} or token.startswith("\\text{")
+    if token in {"(", "["} or (token.startswith("\\") and not is_argument):
         return
     pending.pop()
     takes_one_character = token.isalpha() or (token[0].isdigit() and not whole_number)

@@ -1,19 +1,27 @@
-"""Equality of two answers by structure; single expressions are read by Math-Verify's grammar and decided by SymPy.
+"""Equality of two answers by structure; single expressions and regions are decided by SymPy.
 
 Runs only inside a checking process: any call here may take forever, and the parent will kill it. Decisions
-are exact: no number is compared by its float. Nothing reaches SymPy's string parser, which evaluates code.
+are exact: no number is compared by its float.
 """
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import sympy  # type: ignore[import-untyped]
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
+from megatron_rl.rewards.expressions import (
+    BadGold,
+    Unreadable,
+    expression,
+    gold_expression,
+    rounds_to,
+    same_expression,
+)
+from megatron_rl.rewards.labels import without_label
 from megatron_rl.rewards.lexicon import GREEK
 from megatron_rl.rewards.rational import read_number
+from megatron_rl.rewards.regions import equal_sets, intersection, is_solved, letters, region, relations
 from megatron_rl.rewards.shapes import (
+    Approximate,
     Equation,
     Leaf,
     Matrix,
@@ -23,40 +31,34 @@ from megatron_rl.rewards.shapes import (
     Shape,
     Union,
     Unordered,
+    name_of,
     read_shape,
     split,
 )
-from megatron_rl.rewards.spelling import join, spell, tokens, without_label
-from megatron_rl.rewards.units import strip_units
+from megatron_rl.rewards.spelling import spell, tokens
 
 _MAX_ITEMS = 64
 _TURNED = {">": "<", "\\geq": "\\leq", "<": ">", "\\leq": "\\geq", "\\neq": "\\neq"}
-_MAX_NESTING = 30  # the reader's grammar takes exponential time in it
-# letters keep their case; the library's own clean-up of LaTeX, which drops what looks like a unit, is not used
-_CONVERSION = ConversionConfig(lowercase_symbols=False)
-_IMAGINARY = sympy.Symbol("i", real=True)
-
-
-class _Unreadable(Exception):
-    """An expression that the grammar cannot read."""
-
-
-class _BadGold(Exception):
-    """The gold is neither words nor an expression that can be read."""
 
 
 def compare(gold: str, answer: str) -> tuple[str, str]:
     """(verdict, reason) on two answer strings; verdicts are the values of `data.types.Verdict`."""
     try:
         is_equal = _same(*map(read_shape, without_label(tokens(gold), tokens(answer))))
-    except _BadGold as fault:
+    except BadGold as fault:
         return "bad_gold", str(fault)
-    except _Unreadable as fault:
+    except Unreadable as fault:
         return "wrong", str(fault)
     return ("correct", "") if is_equal else ("wrong", "not equal")
 
 
 def _same(gold: Shape, answer: Shape) -> bool:
+    if isinstance(gold, Approximate) or isinstance(answer, Approximate):
+        return _same_approximate(gold, answer)
+    if (of_gold := _assignment(gold)) and (of_answer := _assignment(answer)):
+        return of_gold.keys() == of_answer.keys() and all(
+            _same(of_gold[name], of_answer[name]) for name in of_gold
+        )
     if isinstance(gold, Named) or isinstance(answer, Named):
         return _same_named(gold, answer)
     if isinstance(gold, Unordered) != isinstance(answer, Unordered) and _same_joined(gold, answer):
@@ -65,9 +67,8 @@ def _same(gold: Shape, answer: Shape) -> bool:
         return _same_unordered(_items(gold), _items(answer))
     if isinstance(gold, Matrix) and isinstance(answer, Matrix):
         gold_cells, answer_cells = ([cell for row in one.rows for cell in row] for one in (gold, answer))
-        return [len(row) for row in gold.rows] == [len(row) for row in answer.rows] and all(
-            _same(g, a) for g, a in zip(gold_cells, answer_cells, strict=True)
-        )
+        sizes = [(one.bars, *map(len, one.rows)) for one in (gold, answer)]
+        return sizes[0] == sizes[1] and all(map(_same, gold_cells, answer_cells))
     if isinstance(gold, Ordered) and isinstance(answer, Ordered):
         is_like = (gold.opening, gold.closing) == (answer.opening, answer.closing)
         return is_like and len(gold.items) == len(answer.items) and all(map(_same, gold.items, answer.items))
@@ -76,28 +77,77 @@ def _same(gold: Shape, answer: Shape) -> bool:
     return _same_region(gold, answer)
 
 
+def _assignment(shape: Shape) -> dict[str, Shape]:
+    """The values by name of `(x,y) = (2,5)` and of `x = 2, y = 5`; nothing for another shape, or a name twice."""
+    if isinstance(shape, Named) and shape.name[0] == "(" and isinstance(shape.value, Ordered):
+        names = shape.name.strip("()").split(",")
+        values = shape.value.items if shape.value.opening == "(" and shape.value.closing == ")" else ()
+        return dict(zip(names, values, strict=True)) if len(set(names)) == len(values) == len(names) else {}
+    items = [item for item in _items(shape) if isinstance(item, Named)]
+    names = [item.name for item in items]
+    is_plain = 1 < len(set(names)) == len(names) == len(_items(shape)) and not any(
+        "," in name for name in names
+    )
+    return dict(zip(names, [item.value for item in items], strict=True)) if is_plain else {}
+
+
+def _same_approximate(gold: Shape, answer: Shape) -> bool:
+    """`A \\approx 7.07` is the gold's own decimal; `5\\sqrt{2} \\approx 7.07` is its exact part, if that rounds so."""
+    if isinstance(gold, Approximate) and isinstance(answer, Approximate):
+        of_gold, of_answer = _approximated(gold), _approximated(answer)
+        if (of_gold is None) != (of_answer is None):
+            return False
+        if of_gold is None or of_answer is None:
+            names = {name_of(list(one.of.tokens)) for one in (gold, answer) if isinstance(one.of, Leaf)} - {
+                ""
+            }
+            return len(names) < 2 and _same_decimal(gold.decimal, Leaf(answer.decimal))
+        return _same(of_gold, of_answer) and _rounds(of_answer, answer.decimal)
+    if isinstance(gold, Approximate):
+        of_gold = _approximated(gold)
+        name = name_of(list(gold.of.tokens)) if isinstance(gold.of, Leaf) else ""
+        if isinstance(answer, Named) and name and answer.name != name:
+            return False
+        return _same_decimal(gold.decimal, answer) or (of_gold is not None and _same(of_gold, answer))
+    assert isinstance(answer, Approximate)
+    exact = _approximated(answer)
+    if exact is None:
+        # nothing but the gold's own digits says that an approximate value is meant
+        name = name_of(list(answer.of.tokens)) if isinstance(answer.of, Leaf) else ""
+        return not (isinstance(gold, Named) and name and gold.name != name) and _same_decimal(
+            answer.decimal, gold
+        )
+    return _same(gold, exact) and _rounds(exact, answer.decimal)
+
+
+def _approximated(shape: Approximate) -> Shape | None:
+    """The exact value beside the decimal; None where a name or nothing stands."""
+    is_name = isinstance(shape.of, Leaf) and (not shape.of.tokens or bool(name_of(list(shape.of.tokens))))
+    return None if is_name else shape.of
+
+
+def _same_decimal(decimal: tuple[str, ...], other: Shape) -> bool:
+    """Whether both are the same decimal, written with a point: `7.07`, not `7`."""
+    value = other.value if isinstance(other, Named) else other
+    if not isinstance(value, Leaf):
+        return False
+    both = [[token for token in one if token not in {"+", "-"}] for one in (decimal, value.tokens)]
+    has_point = all(len(one) == 1 and "." in one[0] for one in both)
+    return has_point and read_number(list(decimal)) == read_number(list(value.tokens)) is not None
+
+
+def _rounds(exact: Shape, decimal: tuple[str, ...]) -> bool:
+    value = exact.value if isinstance(exact, Named) else exact
+    return isinstance(value, Leaf) and rounds_to(value.tokens, decimal)
+
+
 def _same_joined(gold: Shape, answer: Shape) -> bool:
     """Conditions listed one by one, or a union, against one region: `x < 1, x \\neq 0`."""
     is_set = [isinstance(one, Union | Relation | Ordered) for one in (gold, answer)]
-    if not any(is_set):
+    if not any(is_set) or (not is_solved(answer) and is_solved(gold)):
         return False
-    both = [_intersection(one) or _region(one) for one in (gold, answer)]
-    return both[0] is not None and both[1] is not None and _equal_sets(both[0], both[1])
-
-
-def _intersection(shape: Shape) -> sympy.Set | None:
-    """The reals for which all of several comparisons hold."""
-    if not isinstance(shape, Unordered):
-        return None
-    relations = [item for item in shape.items if isinstance(item, Relation)]
-    if len(relations) < len(shape.items) or any(_letters(one) != _letters(relations[0]) for one in relations):
-        return None
-    regions = [_region(item) for item in relations]
-    return None if not regions or any(part is None for part in regions) else sympy.Intersection(*regions)
-
-
-def _equal_sets(one: sympy.Set, other: sympy.Set) -> bool:
-    return bool(one == other or (one ^ other) == sympy.S.EmptySet)
+    both = [intersection(one) or region(one) for one in (gold, answer)]
+    return both[0] is not None and both[1] is not None and equal_sets(both[0], both[1])
 
 
 def _items(shape: Shape) -> tuple[Shape, ...]:
@@ -129,18 +179,27 @@ def _same_named(gold: Shape, answer: Shape) -> bool:
         )
         return is_plain and _same_equation(gold.equation, answer.equation)
     if isinstance(gold, Equation) and isinstance(answer, Named):
-        return _same_equation(gold, answer.equation)
+        return not _is_value(answer) and _same_equation(gold, answer.equation)
     if isinstance(gold, Named) and isinstance(answer, Equation):
-        return _same_equation(gold.equation, answer)
+        # 2x + 3 = 9 restates a problem whose answer is x = 3
+        return not _is_value(gold) and _same_equation(gold.equation, answer)
     return _same(
         gold.value if isinstance(gold, Named) else gold, answer.value if isinstance(answer, Named) else answer
     )
 
 
+def _is_value(named: Named) -> bool:
+    """Whether what is named holds no variable."""
+    return isinstance(named.value, Leaf) and not (
+        any(token.isalpha() and token not in {"e", "i"} for token in named.value.tokens)
+        or GREEK & set(named.value.tokens)
+    )
+
+
 def _same_equation(gold: Equation, answer: Equation) -> bool:
     """Two equations are one if the differences of their sides are proportional."""
-    of_gold = _gold_expression(gold.left) - _gold_expression(gold.right)
-    of_answer = _expression(answer.left) - _expression(answer.right)
+    of_gold = gold_expression(gold.left) - gold_expression(gold.right)
+    of_answer = expression(answer.left) - expression(answer.right)
     if of_gold == 0 or of_answer == 0:
         return False
     ratio = sympy.simplify(of_gold / of_answer)
@@ -155,81 +214,31 @@ def _same_leaf(gold: Leaf, answer: Leaf) -> bool:
     of_gold, of_answer = read_number(list(gold.tokens)), read_number(list(answer.tokens))
     if of_gold is not None and of_answer is not None:
         return of_gold == of_answer
+    if _has_base(gold.tokens) and gold.tokens[-4:] == ("_", "{", "10", "}"):
+        # a gold that says that it is decimal
+        gold = Leaf(gold.tokens[:-4])
+        if not _has_base(answer.tokens):
+            return _same_leaf(gold, answer)
     if any(_has_base(leaf.tokens) for leaf in (gold, answer)) or "\\overline" in gold.tokens + answer.tokens:
         return False
-    return _same_expression(_gold_expression(gold.tokens), _expression(answer.tokens))
-
-
-def _same_expression(gold: sympy.Basic, answer: sympy.Basic) -> bool:
-    if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
-        return bool(gold == answer)
-    if gold.has(sympy.nan, sympy.zoo) or answer.has(sympy.nan, sympy.zoo):
-        return False
-    if gold == answer:
-        return True
-    gold, answer = _with_real_roots(gold), _with_real_roots(answer)
-    if sympy.oo in (gold, answer) or -sympy.oo in (gold, answer):
-        return False
-    # read unevaluated: doit brings the order of terms into its canonical form
-    difference = (gold - answer).doit()
-    if difference.has(sympy.nan, sympy.zoo):
-        return False
-    if difference == 0:
-        return True
-    # refutes at once what differs in value; equality needs a proof
-    if difference.is_number and _differs_numerically(difference):
-        return False
-    return bool(sympy.simplify(difference) == 0 or difference.equals(0))
-
-
-def _with_real_roots(value: sympy.Expr) -> sympy.Expr:
-    """The cube root of -8 as -2: an odd root of a negative number is the real one, as schools have it."""
-    return value.replace(
-        lambda one: (
-            one.is_Pow
-            and one.exp.is_Rational
-            and one.exp.q % 2 == 1
-            and one.exp.q > 1
-            and one.base.is_negative
-        ),
-        lambda one: (-1) ** one.exp.p * (-one.base) ** one.exp,
-    )
-
-
-def _differs_numerically(difference: sympy.Expr) -> bool:
-    value = sympy.N(difference, 30, maxn=200)
-    # precision 1 marks a value that cancelled to nothing: no evidence either way
-    return bool(value.is_number and abs(value) > sympy.Float("1e-20") and getattr(value, "_prec", 99) > 1)
-
-
-def _has_base(found: tuple[str, ...]) -> bool:
-    """`204_{5}`: a numeral in another base, compared as it is written."""
-    return any(token == "_" and found[index - 1].isdigit() for index, token in enumerate(found) if index)
+    return same_expression(gold_expression(gold.tokens), expression(answer.tokens))
 
 
 def _same_region(gold: Shape, answer: Shape) -> bool:
     """Intervals, unions and inequalities as sets of reals where both are regions; else two expressions."""
-    letters = [{frozenset(_letters(one)) for one in _relations(shape)} for shape in (gold, answer)]
-    if max(map(len, letters)) > 1 or (all(letters) and letters[0] != letters[1]):
+    names = [{frozenset(letters(one)) for one in relations(shape)} for shape in (gold, answer)]
+    if max(map(len, names)) > 1 or (all(names) and names[0] != names[1]):
         return False
-    regions = (_region(gold), _region(answer))
+    if not is_solved(answer) and is_solved(gold):
+        return False
+    regions = (region(gold), region(answer))
     if regions[0] is not None and regions[1] is not None:
-        return _equal_sets(regions[0], regions[1])
+        return equal_sets(regions[0], regions[1])
     if isinstance(gold, Leaf) and isinstance(answer, Leaf):
         return _same_leaf(gold, answer)
     if isinstance(gold, Relation) and isinstance(answer, Relation):
         return _same_chain(gold, answer)
     return False
-
-
-def _relations(shape: Shape) -> list[Relation]:
-    parts = shape.parts if isinstance(shape, Union) else (shape,)
-    return [part for part in parts if isinstance(part, Relation)]
-
-
-def _letters(relation: Relation) -> set[str]:
-    """Variables by their first letters: `x > 5` is not `y > 5`."""
-    return {token for token in relation.tokens if token.isalpha()} | (GREEK & set(relation.tokens))
 
 
 def _same_chain(gold: Relation, answer: Relation) -> bool:
@@ -250,124 +259,6 @@ def _chain(found: list[str]) -> tuple[list[str], list[list[str]]]:
     return signs, sides
 
 
-def _region(shape: Shape) -> sympy.Set | None:
-    if isinstance(shape, Ordered):
-        return _interval(shape)
-    if isinstance(shape, Union):
-        parts = [_region(part) for part in shape.parts]
-        return None if any(part is None for part in parts) else sympy.Union(*parts)
-    if isinstance(shape, Unordered):
-        values = [_end(item) for item in shape.items]
-        return None if any(value is None for value in values) else sympy.FiniteSet(*values)
-    if isinstance(shape, Relation):
-        return _relation_region(list(shape.tokens))
-    if isinstance(shape, Leaf):
-        return _named_region(list(shape.tokens))
-    return None
-
-
-def _interval(shape: Ordered) -> sympy.Set | None:
-    if len(shape.items) != 2 or shape.opening == ":":
-        return None
-    low, high = (_end(item) for item in shape.items)
-    if low is None or high is None or not (low.is_extended_real and high.is_extended_real):
-        return None
-    return sympy.Interval(low, high, shape.opening == "(", shape.closing == ")")
-
-
-def _end(shape: Shape) -> sympy.Expr | None:
-    if not isinstance(shape, Leaf) or shape.is_text():
-        return None
-    if shape.tokens in {("\\infty",), ("+", "\\infty")}:
-        return sympy.oo
-    if shape.tokens == ("-", "\\infty"):
-        return -sympy.oo
-    return _expression(shape.tokens).doit()
-
-
-def _relation_region(found: list[str]) -> sympy.Set | None:
-    """The reals that satisfy a chain of comparisons in one variable."""
-    signs = [token for token in found if token in {"<", ">", "\\leq", "\\geq", "\\neq"}]
-    sides = [_expression(tuple(side)).doit() for side in split(found, set(signs))]
-    free = set().union(*(side.free_symbols for side in sides))
-    if len(free) != 1 or len(sides) != len(signs) + 1:
-        return None
-    symbol = free.pop()
-    real = sympy.Symbol("x", real=True)
-    builders = {"<": sympy.Lt, ">": sympy.Gt, "\\leq": sympy.Le, "\\geq": sympy.Ge, "\\neq": sympy.Ne}
-    region: sympy.Set = sympy.S.Reals
-    for sign, left, right in zip(signs, sides, sides[1:], strict=False):
-        relation = builders[sign](left.subs(symbol, real), right.subs(symbol, real))
-        region = region & sympy.solveset(relation, real, sympy.S.Reals)
-    return region
-
-
-def _named_region(found: list[str]) -> sympy.Set | None:
-    """`\\mathbb{R}`, `\\emptyset`, and differences such as `\\mathbb{R} \\setminus \\{2\\}`."""
-    if found == ["\\mathbb", "{", "R", "}"]:
-        return sympy.S.Reals
-    if found == ["\\emptyset"]:
-        return sympy.S.EmptySet
-    parts = split(found, {"\\setminus"})
-    if len(parts) != 2:
-        return None
-    left, right = (_region(read_shape(part)) for part in parts)
-    return None if left is None or right is None else left - right
-
-
-def _gold_expression(found: tuple[str, ...]) -> sympy.Expr:
-    try:
-        return _expression(found)
-    except _Unreadable as fault:
-        raise _BadGold(f"gold: {fault}") from None
-
-
-def _expression(found: tuple[str, ...]) -> sympy.Expr:
-    """The expression as exact SymPy. Raises _Unreadable."""
-    value = read_number(list(found))
-    if value is not None:
-        return sympy.Rational(value.numerator, value.denominator)
-    if found[-1:] == ("%",):
-        found = ("\\frac", "{", *found[:-1], "}", "{", "100", "}")
-    if _nesting(found) > _MAX_NESTING:
-        raise _Unreadable("nested too deeply")
-    latex = join(_exact_decimals(_radians(strip_units(list(found)))))
-    try:
-        read = latex2sympy(latex, is_real=True, normalization_config=None, conversion_config=_CONVERSION)
-    except (MemoryError, KeyboardInterrupt):
-        raise
-    except Exception as fault:
-        raise _Unreadable(f"cannot be read ({type(fault).__name__})") from None
-    if not isinstance(read, sympy.Expr) or read.has(sympy.Float):
-        raise _Unreadable("cannot be read as an expression")
-    return read.subs(_IMAGINARY, sympy.I) if _IMAGINARY in read.free_symbols else read
-
-
-def _nesting(found: tuple[str, ...]) -> int:
-    depth = deepest = 0
-    for token in found:
-        depth += (token in {"(", "[", "{", "\\{"}) - (token in {")", "]", "}", "\\}"})
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _radians(found: list[str]) -> list[str]:
-    """`15 °` as `15 \\pi / 180`."""
-    out: list[str] = []
-    for token in found:
-        if token == "°" and out and out[-1][0].isdigit():
-            out[-1] = f"{{(\\frac{{{out[-1]}\\pi}}{{180}})}}"
-        elif token != "°":
-            out.append(token)
-    return out
-
-
-def _exact_decimals(found: list[str]) -> list[str]:
-    """`0.25` as a fraction: the library would read a float."""
-    out: list[str] = []
-    for token in found:
-        if "." in token and token.replace(".", "", 1).isdigit():
-            value = Fraction("0" + token if token[0] == "." else token)
-            token = f"{{(\\frac{{{value.numerator}}}{{{value.denominator}}})}}"
-        out.append(token)
-    return out
+def _has_base(found: tuple[str, ...]) -> bool:
+    """`204_{5}`: a numeral in another base, compared as it is written."""
+    return any(token == "_" and found[index - 1][0].isdigit() for index, token in enumerate(found) if index)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from megatron_rl.rewards.lexicon import CHINESE_UNITS, MULTIPLIERS, NOT_UNITS, ORDINALS, UNITS
+from megatron_rl.rewards.lexicon import (
+    CHINESE_UNITS,
+    MULTIPLIERS,
+    NOT_LETTER_UNITS,
+    NOT_UNITS,
+    ORDINALS,
+    UNITS,
+)
 
 _MAX_UNIT_WORDS = 4
 
@@ -14,12 +21,13 @@ def is_text(found: list[str]) -> bool:
     if any(token.startswith("\\text{") or not (token.isascii() or token == "°") for token in found):
         return True
     if any(
-        token in {'"', "`", "@", "#", "?", "\\approx", "\\equiv", "\\pmod"} or token.startswith("\\begin")
+        token in {'"', "`", "'", "@", "#", "?", "\\approx", "\\equiv", "\\pmod"}
+        or token.startswith("\\begin")
         for token in found
     ):
         return True
-    if any(a[0].isdigit() and b[0].isdigit() for a, b in pairwise(found)):
-        # two numerals side by side are no number
+    if any((a[0].isdigit() or a == "%") and b[0].isdigit() for a, b in pairwise(found)):
+        # two numerals side by side are no number, and a per cent sign is no remainder
         return True
     words = [token for token in found if token.isalpha()]
     if any(len(word) > 3 and not _is_product(word) and word not in MULTIPLIERS for word in words):
@@ -57,7 +65,7 @@ def strip_units(found: list[str]) -> list[str]:
         body = body[: -len(exponent)]
     if len(body) < 2:
         return found
-    if body[-1] in ORDINALS and body[-2].isdigit():
+    if body[-1].removeprefix("\\text{").rstrip("}") in ORDINALS and body[-2].isdigit():
         return body[:-1]
     if body[-4:-2] == ["^", "{"] and body[-2].removeprefix("\\text{").rstrip("}") in ORDINALS:
         return body[:-4]
@@ -91,7 +99,7 @@ def strip_units(found: list[str]) -> list[str]:
     counts = last.isalpha() and len(last) > 3 and last.lower() not in NOT_UNITS and _is_literal(body[:-1])
     if not _is_unit(last) and not (counts and not _is_product(last)):
         return found
-    if "percent" in last:
+    if "percent" in last or "per cent" in last:
         return [*body[:-1], "%"]
     return strip_units(body[:-1])
 
@@ -126,7 +134,11 @@ def _is_literal(found: list[str]) -> bool:
 def _is_unit_text(content: str) -> bool:
     if content.startswith("(") and content.endswith(")"):
         content = content[1:-1]
+    for power in ("^{2}", "^{3}", "^2", "^3"):
+        content = content.replace(power, " ")
     words = content.replace(".", " ").replace("/", " ").replace("-", " ").split()
+    if len(words) == 1 and words[0] in NOT_LETTER_UNITS:
+        return False
     if not 0 < len(words) <= _MAX_UNIT_WORDS:
         return False
     return all(word.isascii() and word.isalpha() and word.lower() not in NOT_UNITS for word in words)

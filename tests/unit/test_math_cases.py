@@ -1,4 +1,8 @@
-"""Every case of `tests/data/math_cases.jsonl`: the field's failures, `expected` is true for reward 1."""
+"""Every case of `tests/data/math_cases.jsonl` and `math_forms.jsonl`; `expected` is true for reward 1.
+
+The first holds the failures that the field reports, the second the forms of golds in data sets, kind by kind, each with
+answers that must count and answers that must not.
+"""
 
 import json
 from collections import defaultdict
@@ -10,9 +14,10 @@ from megatron_rl.data.types import Verdict
 from megatron_rl.rewards.math_answer import MathAnswer
 from megatron_rl.rewards.protocol import RewardInput
 
-CASES = defaultdict(list)
-for line in (Path(__file__).parents[1] / "data" / "math_cases.jsonl").read_text().splitlines():
-    CASES[json.loads(line)["kind"]].append(json.loads(line))
+CASES, FORMS = defaultdict(list), defaultdict(list)
+for name, kinds in (("math_cases", CASES), ("math_forms", FORMS)):
+    for line in (Path(__file__).parents[1] / "data" / f"{name}.jsonl").read_text().splitlines():
+        kinds[json.loads(line)["kind"]].append(json.loads(line))
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +29,21 @@ def grader():
 
 @pytest.mark.parametrize("kind", sorted(CASES))
 def test_every_case_gets_the_verdict_it_should(grader, kind):
-    cases = CASES[kind]
+    assert missed(grader, CASES[kind]) == []
+
+
+@pytest.mark.parametrize("kind", sorted(FORMS))
+def test_every_form_gets_the_verdict_it_should(grader, kind):
+    assert missed(grader, FORMS[kind]) == []
+
+
+def missed(grader, cases):
     grades = grader.grade([RewardInput(answer=case["gold"], text=case["response"]) for case in cases])
-    missed = [
+    return [
         (case["id"], case["gold"], case["response"], grade.verdict, grade.reason)
         for case, grade in zip(cases, grades, strict=True)
         if (grade.verdict is Verdict.CORRECT) != case["expected"] or grade.verdict is Verdict.ERROR
     ]
-    assert missed == []
 
 
 def test_every_bad_gold_is_called_one(grader):
