@@ -201,4 +201,5 @@ def one_line(error: BaseException) -> str:
     lines = f"{type(error).__name__}: {error}".splitlines()
     if " validation error" not in lines[0]:
         return lines[0]
-    return ": ".join([lines[0], *(line.partition(" [type=")[0].strip() for line in lines[1:3])])
+    said = [line.partition(" [type=")[0].strip() for line in lines[1:3] if "errors.pydantic.dev" not in line]
+    return ": ".join([lines[0], *said])

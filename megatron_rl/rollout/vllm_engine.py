@@ -21,6 +21,7 @@ from megatron_rl.rollout.dispatch import Dispatcher
 from megatron_rl.rollout.engine import GenerateRequest, Ticket
 from megatron_rl.rollout.replicas import Replica, ReplicaPlaces, meeting_host
 from megatron_rl.rollout.spans import EngineLane, begin_spans, fetch_spans
+from megatron_rl.rollout.start_message import start_message
 from megatron_rl.rollout.wire import Message
 from megatron_rl.rollout.yarn import Yarn
 
@@ -92,22 +93,16 @@ class VllmEngine:
             )
         _check_port_free(config.port)
         engine = cls(config, spec=spec, max_model_len=max_model_len)
-        engine._start_message = {
-            "hf_path": str(Path(hf_path).absolute()),  # an engine host was started in another directory
-            "dtype": dtype,
-            "tp": config.tp,
-            "seed": seed,
-            "threads": threads,
-            "max_model_len": max_model_len,
-            "max_positions": spec.max_positions,
-            "max_concurrent": config.max_concurrent,
-            "kv_cache_gib": config.kv_cache_gib,
-            "gpu_memory_fraction": config.gpu_memory_fraction,
-            "vllm": dict(config.vllm),
-            "sleep": config.sleep,
-            "heartbeat_timeout_s": config.heartbeat_timeout_s,
-            "hf_overrides": {} if yarn is None else yarn.overrides(spec),
-        }
+        engine._start_message = start_message(
+            config,
+            hf_path=hf_path,
+            dtype=dtype,
+            spec=spec,
+            max_model_len=max_model_len,
+            seed=seed,
+            threads=threads,
+            yarn=yarn,
+        )
         try:
             engine._places = places = ReplicaPlaces(config, hf_path=hf_path, log_dir=log_dir)
             for number in range(config.replicas):

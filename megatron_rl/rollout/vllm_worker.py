@@ -117,7 +117,7 @@ def _beat(life: socket.socket) -> None:
         life.send(b".", socket.MSG_DONTWAIT)
 
 
-def _set_environment(start: Message) -> None:
+def set_environment(start: Message) -> None:
     """vLLM and OpenMP read these when they are imported, and nothing else sets them in this process."""
     os.environ.update(
         {
@@ -140,7 +140,7 @@ def _set_environment(start: Message) -> None:
 
 
 def build_llm(start: Message) -> Any:
-    _set_environment(start)
+    set_environment(start)
     gc.disable()  # importing vLLM makes objects that stay, and looking through them costs a second
     try:
         return _load_llm(start)
@@ -149,19 +149,27 @@ def build_llm(start: Message) -> Any:
     except Exception as error:
         if not start["vllm"]:
             raise
-        given = ", ".join(f"{name}: {value}" for name, value in start["vllm"].items())
-        raise EngineError(
-            f"{one_line(error)}; vLLM was given engine.vllm: {{{given}}}, correct or remove what it does not take"
-        ) from error
+        raise EngineError(f"{one_line(error)}; {given_options(start)}") from error
     finally:
         gc.enable()
 
 
+def given_options(start: Message) -> str:
+    """For behind what vLLM says: what it was given."""
+    given = ", ".join(f"{name}: {value}" for name, value in start["vllm"].items())
+    return f"vLLM was given engine.vllm: {{{given}}}, correct or remove what it does not take"
+
+
 def _load_llm(start: Message) -> Any:
     from vllm import LLM
-    from vllm.config import WeightTransferConfig
 
     gc.freeze()  # vLLM collects garbage several times while it starts; what was imported is none
+    return LLM(**llm_arguments(start))
+
+
+def llm_arguments(start: Message) -> dict[str, Any]:
+    """What `vllm.LLM` is built from."""
+    from vllm.config import WeightTransferConfig
 
     register()
     arguments = _of_device(start) | start["vllm"]
@@ -170,24 +178,24 @@ def _load_llm(start: Message) -> Any:
             "engine.vllm.enable_chunked_prefill: got true, but on CPU a prompt that is split over steps ends a seeded "
             "request, whose generators cannot be turned back; remove it"
         )
-    return LLM(
-        model=start["hf_path"],
+    return {
+        "model": start["hf_path"],
         # an imported checkpoint has config and tokenizer alone for its HF directory
-        load_format="auto" if _has_weights(start) else "dummy",
-        dtype=start["dtype"],
-        tensor_parallel_size=start["tp"],
-        max_model_len=start["max_model_len"],
-        hf_overrides={"max_position_embeddings": start["max_positions"], **start["hf_overrides"]},
-        max_num_seqs=start["max_concurrent"],
-        seed=start["seed"],
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # sampling is ours alone, not generation_config.json's
-        logprobs_mode="processed_logprobs",
-        max_logprobs=-1,  # scoring at a temperature needs the whole row
-        disable_log_stats=True,
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        "load_format": "auto" if _has_weights(start) else "dummy",
+        "dtype": start["dtype"],
+        "tensor_parallel_size": start["tp"],
+        "max_model_len": start["max_model_len"],
+        "hf_overrides": {"max_position_embeddings": start["max_positions"], **start["hf_overrides"]},
+        "max_num_seqs": start["max_concurrent"],
+        "seed": start["seed"],
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # sampling is ours alone, not generation_config.json's
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,  # scoring at a temperature needs the whole row
+        "disable_log_stats": True,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         **arguments,
-    )
+    }
 
 
 def _of_device(start: Message) -> dict[str, Any]:
@@ -203,7 +211,7 @@ def _of_device(start: Message) -> dict[str, Any]:
         "distributed_executor_backend": _forking_executor() if start["tp"] > 1 else None,
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
-        # see `_load_llm`
+        # see `llm_arguments`
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_STEP_TOKENS, start["max_model_len"]),
         "kv_cache_memory_bytes": kv_cache_bytes(

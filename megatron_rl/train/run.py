@@ -11,6 +11,8 @@ import torch
 from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.sft_data import SftData, load_sft_data
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.errors import EngineError
+from megatron_rl.evaluation.in_training import longest_response
 from megatron_rl.model.checkpoint import CheckpointStore, SavedState
 from megatron_rl.model.checkpoint_files import find_checkpoint
 from megatron_rl.model.spec import ModelSpec
@@ -28,8 +30,10 @@ from megatron_rl.recipe.load import LoadedRecipe, compat_line
 from megatron_rl.recipe.profile_checks import passed_window, steps_before
 from megatron_rl.recipe.resolve import run_layout
 from megatron_rl.recipe.schema import Recipe
-from megatron_rl.recipe.stages import SftStage
+from megatron_rl.recipe.stages import RlStage, SftStage
 from megatron_rl.rollout.replicas import check_hosts
+from megatron_rl.rollout.start_message import start_message
+from megatron_rl.rollout.vllm_trial import refusal
 from megatron_rl.train.context import RunContext
 from megatron_rl.train.launcher import free_port
 from megatron_rl.train.policy import Policy
@@ -105,7 +109,7 @@ def _run_stages(progress: Progress, run: RunContext) -> None:
     if remaining and done and (line := passed_window(run.recipe.run.profile, done)):
         run.reporter.say(line)
     run.phases.enter("data")
-    data = {index: _load_data(index, run) for index in remaining}
+    data = {index: _load_data(index, run, is_next=index == remaining[0]) for index in remaining}
     for index in remaining:
         if index != progress.stage:
             progress = progress.next_stage(index)
@@ -133,7 +137,8 @@ def _on_data(progress: Progress, data: SftData | RlData | None, run: RunContext)
     return progress
 
 
-def _load_data(index: int, run: RunContext) -> SftData | RlData | None:
+def _load_data(index: int, run: RunContext, *, is_next: bool) -> SftData | RlData | None:
+    """`is_next`: nothing is trained before this stage."""
     stage, seed = run.recipe.stages[index], run.recipe.run.seed
     if isinstance(stage, SftStage):
         sft = load_sft_data(
@@ -152,9 +157,29 @@ def _load_data(index: int, run: RunContext) -> SftData | RlData | None:
     if stage.engine.hosts:
         # a host that cannot be used must not cost the stages before either
         check_hosts(stage.engine, hf_path=run.recipe.model.hf_path)
+    elif stage.engine.vllm and not is_next:
+        _try_options(index, stage, run)
     rl = load_rl_data(stage, run.tokenizer, run_seed=seed, stage_index=index)
     run.reporter.say(f"{stage_label(run.recipe.stages, index)}: {rl.summary()}")
     return rl
+
+
+def _try_options(index: int, stage: RlStage, run: RunContext) -> None:
+    """Values that only vLLM can judge would end the run when its engines start, after the stages before."""
+    label = stage_label(run.recipe.stages, index)
+    run.reporter.say(f"{label}: asking vLLM about engine.vllm before the stages that come first")
+    start = start_message(
+        stage.engine,
+        hf_path=run.recipe.model.hf_path,
+        dtype=run.recipe.model.dtype,
+        spec=run.spec,
+        max_model_len=stage.sampling.max_prompt_tokens + longest_response(stage),
+        seed=run.recipe.run.seed,
+    )
+    start["devices"] = list(range(stage.engine.tp)) if device.has_accelerator() else None
+    said = refusal(start, timeout_s=stage.engine.start_timeout_s)
+    if said is not None:
+        raise EngineError(f"stages.{index}.engine.vllm: {said}")
 
 
 def _export(run: RunContext) -> None:

@@ -101,6 +101,12 @@ REFUSED = {
     "empty": Refused(
         r"small/train\.jsonl: no prompt is left of 500 rows", ("stages.1.sampling.max_prompt_tokens=1",)
     ),
+    # as is what only vLLM can tell, of values that fit its types
+    "options": Refused(
+        r"stages\.1\.engine\.vllm: .*max_num_batched_tokens \(16\) is smaller than max_model_len .*; "
+        r"vLLM was given engine\.vllm: \{max_num_batched_tokens: 16\}, correct or remove what it does not take",
+        ("stages.1.engine.vllm.max_num_batched_tokens=16",),
+    ),
     "rendezvous": Refused(
         rf"process group: rank 0 cannot listen on 127\.0\.0\.1:{PORT} ", environment={"MASTER_PORT": PORT}
     ),

@@ -174,7 +174,7 @@ def test_what_vllm_refuses_is_said_with_the_options_that_it_was_given(options, m
     def load(start):
         Scheduler(max_num_batched_tokens=-5)
 
-    monkeypatch.setattr(vllm_worker, "_set_environment", lambda start: None)
+    monkeypatch.setattr(vllm_worker, "set_environment", lambda start: None)
     monkeypatch.setattr(vllm_worker, "_load_llm", load)
     with pytest.raises(Exception, match=r"greater than 0") as caught:
         vllm_worker.build_llm({"vllm": options})
