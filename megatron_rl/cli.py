@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from megatron_rl import __version__
-from megatron_rl.arguments import add_recipe, positive_int
+from megatron_rl.arguments import CommandParser, add_recipe, positive_int
 from megatron_rl.data.command import add_data
 from megatron_rl.errors import LostPeerError, MegatronRLError
 from megatron_rl.estimate.command import add_check
@@ -188,7 +188,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = CommandParser(
         prog="megatron-rl",
         description="Post-training of reasoning models: SFT and RL on megatron-core and vLLM.",
     )

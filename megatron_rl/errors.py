@@ -3,9 +3,30 @@
 The command line prints them as one block and exits with code 2; anything else that escapes is a bug of ours.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 
 class MegatronRLError(Exception):
     """Base of every error meant for the user."""
+
+
+def raise_together(errors: Sequence[MegatronRLError]) -> None:
+    """Raise the one there is as it is, several as one that lists them all; nothing where there is none."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        listed = "".join("\n  " + str(error).replace("\n", "\n  ") for error in errors)
+        raise MegatronRLError(f"{len(errors)} problems{listed}")
+
+
+@contextmanager
+def kept_in(errors: list[MegatronRLError]) -> Iterator[None]:
+    """What goes wrong inside is kept, so that what follows can be looked at too."""
+    try:
+        yield
+    except MegatronRLError as error:
+        errors.append(error)
 
 
 class RecipeError(MegatronRLError):

@@ -6,10 +6,11 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.arguments import add_recipe, positive_int
-from megatron_rl.errors import MegatronRLError, RecipeError
+from megatron_rl.errors import MegatronRLError, RecipeError, kept_in, raise_together
 from megatron_rl.estimate.estimate import (
     build_estimate,
     estimate_data,
@@ -96,15 +97,22 @@ def add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def run_check(args: argparse.Namespace) -> int:
     """Print and return 0. Raises for everything that is wrong with the recipe or the machine type."""
     _check_options(args)
-    hardware = None if args.gpu is None else load_hardware(args.gpu)
-    loaded = load_recipe(args.recipe, args.overrides)
+    errors: list[MegatronRLError] = []
+    hardware = spec = None
+    with kept_in(errors):
+        hardware = None if args.gpu is None else load_hardware(args.gpu)
+    if args.model_config is not None:
+        with kept_in(errors):
+            spec = named_spec(args.model_config)
+    with kept_in(errors):
+        loaded = load_recipe(args.recipe, args.overrides)
+    raise_together(errors)
     if args.recipe_alone:
         check_without_files(loaded, world_size=args.world or smallest_world(loaded.recipe))
         print(f"{loaded.source}: nothing wrong that shows without model and data")
         return 0
-    spec = None
-    if args.model_config is not None:
-        spec = named_spec(args.model_config, max_positions=loaded.recipe.model.max_positions)
+    if spec is not None and (positions := loaded.recipe.model.max_positions) is not None:
+        spec = replace(spec, max_positions=positions)
     world_size = args.world or smallest_world(loaded.recipe)
     planned = args.plan or spec is not None
     assumed = Assumed(response_mean=args.response_mean, prompt_mean=args.prompt_mean)
@@ -159,16 +167,16 @@ def _print_suggestions(
 
 
 def _check_options(args: argparse.Namespace) -> None:
+    found = []
     if args.resolved and (args.json or args.gpu is not None):
-        raise MegatronRLError("--resolved: prints the recipe in place of numbers; leave out --json and --gpu")
+        found.append("--resolved: prints the recipe in place of numbers; leave out --json and --gpu")
     if args.gpu is None and (args.response_mean or args.prompt_mean):
-        raise MegatronRLError("--response-mean, --prompt-mean: only estimates use them; add --gpu NAME")
+        found.append("--response-mean, --prompt-mean: only estimates use them; add --gpu NAME")
     if args.recipe_alone and (args.gpu or args.model_config or args.plan or args.json or args.suggest):
-        raise MegatronRLError(
-            "--recipe-alone: gives no numbers; it goes with RECIPE, --world and path=value alone"
-        )
+        found.append("--recipe-alone: gives no numbers; it goes with RECIPE, --world and path=value alone")
     if args.suggest and (args.gpu is None or args.world is None):
-        raise MegatronRLError("--suggest: needs the GPUs and their number; add --gpu NAME and --world N")
+        found.append("--suggest: needs the GPUs and their number; add --gpu NAME and --world N")
+    raise_together([MegatronRLError(text) for text in found])
 
 
 def _unchecked_rows(resolved: Resolved) -> list[Row]:

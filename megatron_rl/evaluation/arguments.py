@@ -8,7 +8,8 @@ import math
 from pathlib import Path
 
 from megatron_rl.arguments import number_above_0, positive_int, seconds, seed, whole_number
-from megatron_rl.evaluation.options import EvalOptions, check_options, named_file
+from megatron_rl.errors import raise_together
+from megatron_rl.evaluation.options import EvalOptions, model_problems, named_file, option_problems
 from megatron_rl.recipe.dataset import PLACE
 from megatron_rl.rewards import REWARDS
 
@@ -181,13 +182,16 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 def _eval(args: argparse.Namespace) -> int:
     values = {name: getattr(args, name) for name in EvalOptions.__slots__ if hasattr(args, name)}
     options = EvalOptions(**values, sets=tuple(args.data), samples=args.n)
-    check_options(options)
+    problems, of_model = [*option_problems(options)], [*model_problems(options.model)]
+    if of_model:
+        # without a model nothing else can be looked at
+        raise_together([*problems, *of_model])
     from megatron_rl.platform.loading import loading_libraries
 
     with loading_libraries():
         from megatron_rl.evaluation.command import run_eval
 
-    return run_eval(options)
+    return run_eval(options, problems)
 
 
 def _named_file(text: str) -> tuple[str, Path]:

@@ -19,7 +19,7 @@ from megatron_rl.data.chat import render_prompt, stop_token_ids
 from megatron_rl.data.prompts import PromptSet, load_prompts
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.data.types import Prompt, RolloutGroup
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.errors import MegatronRLError, kept_in, raise_together
 from megatron_rl.evaluation.engines import LastingEngine
 from megatron_rl.evaluation.evaluate import EvalPlan, evaluate, problems_per_call
 from megatron_rl.evaluation.options import EvalOptions
@@ -72,11 +72,12 @@ class _Loaded:
     weights_sha256: str | None  # none where no results file asks for it
 
 
-def run_eval(options: EvalOptions) -> int:
-    """Exit code 0 once results are printed and written. Raises MegatronRLError for what the user can mend."""
-    loaded = _load(options)
-    for name, problems in loaded.problems.items():
-        print(f"{name}: {problems.summary()}", file=sys.stderr)
+def run_eval(options: EvalOptions, problems: Sequence[MegatronRLError] = ()) -> int:
+    """Exit code 0 once results are printed and written. Raises MegatronRLError for what the user can mend: all that is
+    wrong with model and data together, and `problems`, which were found before."""
+    loaded = _load(options, problems)
+    for name, found in loaded.problems.items():
+        print(f"{name}: {found.summary()}", file=sys.stderr)
     began, meter = time.monotonic(), Meter()
     results = _evaluate(options, loaded, meter)
     if options.out is not None:
@@ -88,22 +89,34 @@ def run_eval(options: EvalOptions) -> int:
     return 0
 
 
-def _load(options: EvalOptions) -> _Loaded:
-    spec = ModelSpec.from_hf(options.model)
-    limits = _limits(options, spec)
+def _load(options: EvalOptions, problems: Sequence[MegatronRLError]) -> _Loaded:
+    errors, sets = [*problems], {}
+    spec = limits = tokenizer = None
+    with kept_in(errors):
+        spec = ModelSpec.from_hf(options.model)
+        limits = _limits(options, spec)
     dtype = options.dtype or config_dtype(options.model) or "bfloat16"
     if dtype not in ("float32", "bfloat16"):
-        raise MegatronRLError(
-            f"--model {options.model}: dtype {dtype} of config.json, must be float32 or bfloat16; give --dtype"
+        errors.append(
+            MegatronRLError(
+                f"--model {options.model}: dtype {dtype} of config.json, must be float32 or bfloat16; give --dtype"
+            )
         )
-    tokenizer = load_tokenizer(options.model)
-    problems = {name: _problems(options, tokenizer, limits, name, path) for name, path in options.sets}
+    with kept_in(errors):
+        tokenizer = load_tokenizer(options.model)
+    for name, path in options.sets:
+        # one that is not there was named before
+        if tokenizer is not None and limits is not None and path.is_file():
+            with kept_in(errors):
+                sets[name] = _problems(options, tokenizer, limits, name, path)
+    raise_together(errors)
+    assert spec is not None and limits is not None and tokenizer is not None
     return _Loaded(
         spec=spec,
         tokenizer=tokenizer,
         limits=limits,
         dtype=dtype,
-        problems=problems,
+        problems=sets,
         # before the engine reads the same files: what is stamped is what it gets
         weights_sha256=None if options.out is None else weights_digest(options.model),
     )

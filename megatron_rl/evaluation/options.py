@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_rl.arguments import write_problem
 from megatron_rl.errors import DataError, MegatronRLError, ModelError
 from megatron_rl.recipe.dataset import PLACE
 
@@ -74,73 +75,71 @@ def named_file(text: str) -> tuple[str, Path]:
     return name, Path(file)
 
 
-def check_options(options: EvalOptions) -> None:
-    """Raises MegatronRLError, one line each, for what makes no sense or is not there."""
-    _check_samples(options)
-    _check_files(options)
-    _check_model(options.model)
+def option_problems(options: EvalOptions) -> Iterator[MegatronRLError]:
+    """What makes no sense, is not there or cannot be written."""
+    yield from _sample_problems(options)
+    yield from _set_problems(options)
+    for flag, path in (("--out", options.out), ("--samples-out", options.samples_out)):
+        if path is not None and not path.parent.is_dir():
+            yield MegatronRLError(
+                f"{flag} {path}: no directory {path.parent}; give the path of a file in a directory that exists"
+            )
+        elif path is not None and (problem := write_problem(path)):
+            yield MegatronRLError(f"{flag} {path}: {problem}")
+    if options.out is not None and options.out == options.samples_out:
+        yield MegatronRLError(f"--out and --samples-out are both {options.out}; give two files")
     if options.prompt_template.count(PLACE) != 1:
-        raise MegatronRLError(
+        yield MegatronRLError(
             f"--prompt-template: got {options.prompt_template!r}, must hold {PLACE} once, where the problem goes"
         )
     if options.yarn is None and options.yarn_original is not None:
-        raise MegatronRLError("--yarn-original: not used without --yarn FACTOR; remove it or give the factor")
+        yield MegatronRLError("--yarn-original: not used without --yarn FACTOR; remove it or give the factor")
     if options.since is not None and options.until is not None and options.since >= options.until:
-        raise MegatronRLError(
+        yield MegatronRLError(
             f"--since {options.since} --until {options.until}: the window is empty; it holds the days from --since up "
             f"to the one before --until"
         )
 
 
-def _check_samples(options: EvalOptions) -> None:
+def _sample_problems(options: EvalOptions) -> Iterator[MegatronRLError]:
     for k in options.pass_at:
         if k > options.samples:
-            raise MegatronRLError(
+            yield MegatronRLError(
                 f"--pass-at: got {k} with --n {options.samples}, must be at most --n: fewer samples say nothing "
                 f"unbiased about pass@{k}; raise --n to {k} or leave {k} out"
             )
     if options.temperature == 0 and options.samples > 1:
-        raise MegatronRLError(
+        yield MegatronRLError(
             f"--temperature 0 draws the same sample every time, --n {options.samples} of them tell no more than one; "
             f"give --n 1, or a temperature above 0"
         )
 
 
-def _check_files(options: EvalOptions) -> None:
-    twice = [name for name, count in Counter(name for name, _ in options.sets).items() if count > 1]
-    if twice:
-        raise MegatronRLError(f"--data: two sets are named {twice[0]!r}; tell them apart by NAME=FILE")
+def _set_problems(options: EvalOptions) -> Iterator[MegatronRLError]:
+    for name, count in Counter(name for name, _ in options.sets).items():
+        if count > 1:
+            yield MegatronRLError(f"--data: {count} sets are named {name!r}; tell them apart by NAME=FILE")
     for name, file in options.sets:
         if not file.is_file():
-            raise DataError(f"--data {name}: no file {file}; relative paths start at {Path.cwd()}")
-    written = [("--out", options.out), ("--samples-out", options.samples_out)]
-    for flag, path in written:
-        if path is not None and (not path.parent.is_dir() or path.is_dir()):
-            what = "is a directory" if path.is_dir() else f"no directory {path.parent}"
-            raise MegatronRLError(
-                f"{flag} {path}: {what}; give the path of a file in a directory that exists"
-            )
-        if path is not None and not os.access(path.parent, os.W_OK):
-            raise MegatronRLError(
-                f"{flag} {path}: nothing can be written in {path.parent}; choose another place"
-            )
-    if options.out is not None and options.out == options.samples_out:
-        raise MegatronRLError(f"--out and --samples-out are both {options.out}; give two files")
+            yield DataError(f"--data {name}: no file {file}; relative paths start at {Path.cwd()}")
 
 
-def _check_model(path: Path) -> None:
+def model_problems(path: Path) -> Iterator[MegatronRLError]:
+    """What a directory lacks of a model."""
     if not path.is_dir():
-        raise ModelError(f"--model {path}: no such directory; give a Hugging Face directory")
+        yield ModelError(f"--model {path}: no such directory; give a Hugging Face directory")
+        return
     if not (path / "config.json").is_file():
         hint = "give a Hugging Face directory"
         if (path / "model" / "config.json").is_file():
             hint = f"this is a run directory: give {path / 'model'}, its final weights"
         elif (path / "checkpoints").is_dir():
             hint = f"this is a run directory: export it first, tools/convert_checkpoint.py export {path} DIR"
-        raise ModelError(f"--model {path}: no config.json there; {hint}")
+        yield ModelError(f"--model {path}: no config.json there; {hint}")
+        return
     if not any(path.glob("*.safetensors")):
-        raise ModelError(f"--model {path}: no *.safetensors there; give a directory that holds weights")
+        yield ModelError(f"--model {path}: no *.safetensors there; give a directory that holds weights")
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise DataError(
+        yield DataError(
             f"--model {path}: no tokenizer there, none of {', '.join(_TOKENIZER_FILES)}; copy them"
         )

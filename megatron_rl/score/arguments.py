@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_rl.arguments import positive_int, seconds
+from megatron_rl.arguments import positive_int, seconds, write_problem
+from megatron_rl.errors import MegatronRLError
 from megatron_rl.score.names import REWARD_NAMES
 
 _SubParsers = argparse._SubParsersAction
@@ -40,6 +41,8 @@ def add_score(commands: _SubParsers[argparse.ArgumentParser]) -> argparse.Argume
 
 
 def _score(args: argparse.Namespace) -> int:
+    if args.out is not None and (problem := write_problem(args.out)):
+        raise MegatronRLError(f"--out {args.out}: {problem}")
     from megatron_rl.score.command import score_file
 
     return score_file(

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
+from megatron_rl.arguments import write_problem
 from megatron_rl.errors import MegatronRLError, RecipeError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
@@ -38,6 +39,8 @@ from megatron_rl.verify.table import NOT_RUN, PROVEN, REFUTED, verdict
 
 def verify_layout(args: argparse.Namespace) -> int:
     """The exit code. Raises MegatronRLError for what cannot be run."""
+    if args.json is not None and (problem := write_problem(args.json)):
+        raise MegatronRLError(f"--json {args.json}: {problem}")
     overrides = [*args.overrides, "model.dtype=float32"]
     layouts = _layouts(args, overrides)
     with deadline(args.timeout_s), open_place(args.keep) as place:

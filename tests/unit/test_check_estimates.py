@@ -220,6 +220,21 @@ def test_options_of_estimates_alone_are_refused(capsys):
     assert "add --gpu NAME" in error_of(capsys, MATH, "--response-mean", "100")
 
 
+def test_options_machine_model_and_recipe_that_are_wrong_are_named_together(capsys):
+    text = error_of(capsys, MATH, "--response-mean", "100", "--suggest", "--recipe-alone")
+    assert text.splitlines()[0] == "error: 3 problems"
+    assert [line.split(",")[0].split(":")[0] for line in text.splitlines()[1:]] == [
+        "  --response-mean", "  --recipe-alone", "  --suggest",
+    ]  # fmt: skip
+    text = error_of(
+        capsys, MATH, "--world", "64", "--gpu", "h100", "--model-config", "qwen3-9b", "stages.0.grop_size=8"
+    )
+    lines = text.splitlines()
+    assert lines[0] == "error: 3 problems"
+    assert "--gpu: got 'h100'" in lines[1] and "--model-config: got 'qwen3-9b'" in lines[2]
+    assert "stages.0.grop_size (override): unknown key" in lines[-1]
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [

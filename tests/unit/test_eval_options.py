@@ -37,7 +37,7 @@ def here(tmp_path, monkeypatch):
 
 
 def refused(capsys, *options: str) -> str:
-    """The one line that stands on stderr; exit code 2."""
+    """What stands on stderr; exit code 2."""
     command = ["eval", "--model", "model", "--data", "p.jsonl", "--n", "4", *options]
     try:
         code = main(command)
@@ -46,7 +46,7 @@ def refused(capsys, *options: str) -> str:
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
     assert "Traceback" not in err
-    return err.strip().splitlines()[-1]
+    return err
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def refused(capsys, *options: str) -> str:
         (["--model", "nowhere"], "--model nowhere: no such directory"),
         (["--data", "gone.jsonl"], "--data gone: no file gone.jsonl"),
         (["--data", "x y=p.jsonl"], "must be FILE or NAME=FILE"),
-        (["--data", "p=other/p.jsonl"], "two sets are named 'p'"),
+        (["--data", "p=other/p.jsonl"], "2 sets are named 'p'"),
         (["--out", "nowhere/r.json"], "--out nowhere/r.json: no directory nowhere"),
         (["--out", "model"], "--out model: is a directory"),
         (["--out", "r.json", "--samples-out", "r.json"], "are both r.json"),
@@ -81,8 +81,39 @@ def refused(capsys, *options: str) -> str:
         (["--yarn", "2", "--yarn-original", "1024"], "original positions 1024, must be 1 to"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused_in_one_line(here, capsys, options, message):
+def test_what_makes_no_sense_is_refused_before_anything_starts(here, capsys, options, message):
     assert message in refused(capsys, *options)
+
+
+def test_every_value_that_is_none_of_its_option_is_named_at_once(here, capsys):
+    said = refused(capsys, "--n", "0", "--top-p", "2", "--reward", "format", "--since", "august")
+    block = said[said.index("error: ") :].splitlines()
+    assert block[0] == "error: 4 problems"
+    assert [line.split()[1].rstrip(":") for line in block[1:]] == ["--n", "--top-p", "--reward", "--since"]
+
+
+def test_all_that_is_wrong_with_options_model_and_data_is_named_at_once(here, capsys):
+    config = json.loads((here / "model" / "config.json").read_text())
+    (here / "model" / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    options = ("--pass-at", "8", "--data", "gone.jsonl", "--out", "nowhere/r.json", "--max-tokens", "1000")
+    first, *rest = refused(capsys, *options).splitlines()
+    assert first == f"error: {len(rest)} problems"
+    wanted = (
+        "--pass-at: got 8", "--data gone: no file", "--out nowhere/r.json: no directory", "--max-tokens: 256 tokens",
+        "--model model: dtype float16",
+    )  # fmt: skip
+    for start in wanted:
+        assert sum(line.startswith(f"  {start}") for line in rest) == 1, rest
+    # the fixture's tokenizer is an empty file
+    assert len(rest) == len(wanted) + 1 and "tokenizer" in rest[-1]
+
+
+@pytest.mark.parametrize("missing", [("model.safetensors", "tokenizer.json")])
+def test_all_that_a_model_lacks_is_named_at_once(here, capsys, missing):
+    for name in missing:
+        (here / "model" / name).unlink()
+    said = refused(capsys, "--yarn-original", "256").splitlines()
+    assert said[0] == "error: 3 problems" and len(said) == 4
 
 
 def test_a_run_directory_is_pointed_to_what_it_holds(here, capsys):

@@ -90,6 +90,14 @@ def test_a_missing_or_empty_file_is_an_error(tmp_path, content):
         read_cases(path, dict)
 
 
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_graded(cases, tmp_path, capsys):
+    command = ["score", "--reward", "math_answer", "--cases", str(tmp_path / "none"), "--out"]
+    for out, reason in ((tmp_path, "is a directory"), (cases / "new" / "out.jsonl", "cases.jsonl is no directory")):
+        assert main([*command, str(out)]) == 2
+        assert f"error: --out {out}: " in (said := capsys.readouterr().err)
+        assert reason in said
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
 def test_a_timeout_that_is_no_time_is_refused(cases, capsys, seconds):
     with pytest.raises(SystemExit, match="2"):
