@@ -19,6 +19,8 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found = super().parse_known_args(args, namespace)
         if self._wrong:
+            unknown = [text for text in found[1] if text.startswith("-")]
+            self._wrong += [f"unrecognized arguments: {' '.join(unknown)}"] if unknown else []
             self.error(self._wrong.pop())
         return found
 

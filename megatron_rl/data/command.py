@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.arguments import number_above_0, positive_int, whole_number
+from megatron_rl.errors import MegatronRLError, kept_in, raise_together
 from megatron_rl.recipe.dataset import DatasetConfig, DifficultyConfig
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.schema import Recipe
@@ -84,13 +85,18 @@ def _print_surveys(args: argparse.Namespace) -> None:
     silence_library_warnings()
     recipe = None if args.recipe is None else load_recipe(args.recipe).recipe
     home = args.tokenizer if recipe is None else recipe.model.hf_path
-    tokenizer = None if home is None else load_tokenizer(home)
-    surveys = []
+    errors: list[MegatronRLError] = []
+    tokenizer, surveys = None, []
+    with kept_in(errors):
+        tokenizer = None if home is None else load_tokenizer(home)
     for file in args.files:
-        reading = _reading(file, args, recipe)
-        surveys.append(survey_file(file, reading, tokenizer=tokenizer, num_shown=args.show))
-        if not args.json:
-            print(survey_text(surveys[-1], colour=sys.stdout.isatty()) + "\n")
+        with kept_in(errors):
+            reading = _reading(file, args, recipe)
+            surveys.append(survey_file(file, reading, tokenizer=tokenizer, num_shown=args.show))
+            # without the tokenizer that was asked for the numbers are not those
+            if not args.json and (tokenizer is not None or home is None):
+                print(survey_text(surveys[-1], colour=sys.stdout.isatty()) + "\n")
+    raise_together(errors)
     if args.json:
         print(json.dumps([dataclasses.asdict(survey) for survey in surveys], indent=2, default=str))
 

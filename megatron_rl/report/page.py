@@ -18,6 +18,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from megatron_rl.arguments import write_problem
 from megatron_rl.errors import DataError
 from megatron_rl.report import tables
 from megatron_rl.report.charts import sections
@@ -49,6 +50,8 @@ def write_report(
     if out is not None and out.is_file() and out.stat().st_size and not _is_page(out):
         raise DataError(f"{out}: is there and is no HTML page; write somewhere else, or remove it first")
     path = out or folders[0] / REPORT_FILE
+    if problem := write_problem(path):
+        raise DataError(f"{path}: {problem}")
     sources = read_sources(folders)
     reading = choose_rollouts(sources)
     faults = [fault for source in sources for fault in source.faults] + reading.faults

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.errors import MegatronRLError, kept_in, raise_together
 from megatron_rl.recipe.read_resolved import Setting, read_resolved
 from megatron_rl.report.windows import window_starts
 from megatron_rl.train.files import is_finite, parse_json, read_some_jsonl
@@ -37,8 +38,14 @@ class Source:
 
 
 def read_sources(run_dirs: Sequence[Path]) -> list[Source]:
-    """The runs in the order given. Raises DataError for a directory that holds none."""
-    return [_read(Path(run_dir), name) for run_dir, name in zip(run_dirs, short_names(run_dirs), strict=True)]
+    """The runs in the order given. Raises MegatronRLError naming every directory that holds none."""
+    errors: list[MegatronRLError] = []
+    sources = []
+    for run_dir, name in zip(run_dirs, short_names(run_dirs), strict=True):
+        with kept_in(errors):
+            sources.append(_read(Path(run_dir), name))
+    raise_together(errors)
+    return sources
 
 
 def short_names(run_dirs: Sequence[Path]) -> list[str]:

@@ -129,6 +129,15 @@ def test_a_file_that_cannot_be_read_is_one_clear_error(tmp_path, capsys, content
     assert match in capsys.readouterr().err
 
 
+def test_every_file_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path, capsys):
+    (tmp_path / "good.jsonl").write_text(json.dumps({"problem": "1+1", "answer": "2"}) + "\n")
+    names = [str(tmp_path / name) for name in ("gone.jsonl", "good.jsonl", "lost.jsonl")]
+    assert main(["data", *names]) == 2
+    out, err = capsys.readouterr()
+    assert names[1] in out
+    assert [line.split(": ")[0] for line in err.splitlines()] == ["error", f"  {names[0]}", f"  {names[2]}"]
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, monkeypatch):
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.errors import DataError
+from megatron_rl.errors import DataError, MegatronRLError
 from megatron_rl.report import reader
 from megatron_rl.report.heat import difficulty_bands
 from megatron_rl.report.page import inert_json, write_report
@@ -234,6 +234,13 @@ def test_many_difficulties_are_bands_of_equal_shares():
     bands = difficulty_bands({float(level) for level in range(40)}, most=10)
     assert list(dict.fromkeys(bands.values()))[:2] == ["0 to 3", "4 to 7"]
     assert len(set(bands.values())) == 10
+
+
+def test_every_directory_without_a_run_is_named_and_an_output_without_a_place(tmp_path):
+    with pytest.raises(MegatronRLError, match=r"(?s)^2 problems\n  \S+/a: no metrics.*\n  \S+/b: no metrics"):
+        write_report([tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(MegatronRLError, match="is a directory; give the path of a file"):
+        write_report(tmp_path / "a", tmp_path)
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path):
