@@ -50,8 +50,8 @@ def write_report(
     if out is not None and out.is_file() and out.stat().st_size and not _is_page(out):
         raise DataError(f"{out}: is there and is no HTML page; write somewhere else, or remove it first")
     path = out or folders[0] / REPORT_FILE
-    if problem := write_problem(path):
-        raise DataError(f"{path}: {problem}")
+    if out is not None and (problem := write_problem(out)):
+        raise DataError(f"{out}: {problem}")
     sources = read_sources(folders)
     reading = choose_rollouts(sources)
     faults = [fault for source in sources for fault in source.faults] + reading.faults
