@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -10,7 +11,7 @@ from megatron_rl.errors import LayoutError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.degrees import divisors
 from megatron_rl.parallel.layout import ParallelLayout
-from megatron_rl.recipe.resolve import layout_problems, longest_sample
+from megatron_rl.recipe.resolve import layout_problems, longest_sample, samples_per_step
 from megatron_rl.recipe.schema import LayoutConfig, Recipe
 from megatron_rl.recipe.stages import RlStage, Stage
 from megatron_rl.reshard.tables import check_target
@@ -56,6 +57,14 @@ def trainer_choices(
                 choice = TrainerChoice(layout=layout, recompute=recompute, tokens=tokens)
                 if not any(layout_problems(choice.apply(recipe), layout, spec)):
                     yield choice
+
+
+def possible_worlds(recipe: Recipe, spec: ModelSpec, *, gpus_per_node: int) -> list[int]:
+    """Numbers of processes that some layout may be for, ascending: all that have a choice, and a few more. dp divides
+    the batches of every stage."""
+    batches = math.gcd(*(samples_per_step(stage) for stage in recipe.stages))
+    depths = [n for n in divisors(spec.num_layers) if n <= _MOST_PP]
+    return sorted({math.prod(each) for each in product(divisors(gpus_per_node), depths, divisors(batches))})
 
 
 def _layouts(spec: ModelSpec, *, world_size: int, gpus_per_node: int) -> Iterator[ParallelLayout]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.errors import MegatronRLError
-from megatron_rl.estimate.candidates import trainer_choices, with_engines_that_split
+from megatron_rl.estimate.candidates import possible_worlds, trainer_choices, with_engines_that_split
 from megatron_rl.estimate.hardware import Hardware
 from megatron_rl.estimate.memory import stage_memory, takes_turns
 from megatron_rl.estimate.memory_problems import memory_problems
@@ -122,8 +122,9 @@ def nearest_worlds(
 
     if has_layout(world_size):
         return []
-    fewer = next(filter(has_layout, range(world_size - 1, 0, -1)), None)
-    more = next(filter(has_layout, range(world_size + 1, 2 * world_size + 1)), None)
+    worlds = possible_worlds(recipe, spec, gpus_per_node=hardware.gpus_per_node)
+    fewer = next(filter(has_layout, (n for n in reversed(worlds) if n < world_size)), None)
+    more = next(filter(has_layout, (n for n in worlds if world_size < n <= 2 * world_size)), None)
     return [num_gpus for num_gpus in (fewer, more) if num_gpus is not None]
 
 

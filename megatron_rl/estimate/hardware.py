@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_rl.errors import RecipeError
 from megatron_rl.recipe.problems import did_you_mean, raise_problems, validation_problems
-from megatron_rl.recipe.types import NonNegativeFloat, PositiveInt, Probability, Share, Text
+from megatron_rl.recipe.types import Count, NonNegativeFloat, Probability, Share, Text
 from megatron_rl.recipe.yaml_text import parse_document
 
 _OWN = Path(__file__).parent / "gpus"
@@ -36,7 +36,7 @@ class Hardware:
     hbm_gb_per_s: Amount  # own memory, 10^9 bytes per second
     link_gb_per_s: Amount  # to other GPUs of the node
     network_gb_per_s: Amount  # to other nodes, its share of the node's adapters
-    gpus_per_node: PositiveInt
+    gpus_per_node: Count
     matmul_frac: Probability  # of the peak, in the matrix products of training and of prompts
     attention_frac: Probability  # of the BF16 peak, in causal attention, forward and backward together
     expert_frac: (

@@ -55,7 +55,7 @@ def add_eval(commands: _SubParsers[argparse.ArgumentParser]) -> argparse.Argumen
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling and numbers (defaults are those of a recipe's `eval`)")
-    group.add_argument("--temperature", type=_non_negative, default=1.0, metavar="T", help="1.0; 0 is greedy")
+    group.add_argument("--temperature", type=_temperature, default=1.0, metavar="T", help="1.0; 0 is greedy")
     group.add_argument("--top-p", type=_probability, default=1.0, metavar="P", help="1.0")
     group.add_argument("--top-k", type=_top_k, default=-1, metavar="N", help="-1: no limit")
     group.add_argument("--seed", type=seed, default=1, metavar="S", help="a run's run.seed (default: 1)")
@@ -228,8 +228,11 @@ def _number(text: str, *, allowed: str, low: float, high: float = math.inf, abov
     return value
 
 
-def _non_negative(text: str) -> float:
-    return _number(text, allowed="a number of at least 0", low=0.0)
+def _temperature(text: str) -> float:
+    # vLLM raises what is between to 0.01 without an error
+    if text.strip("0.") == "" and "0" in text:
+        return 0.0
+    return _number(text, allowed="0, which is greedy, or a number from 0.01 to 100", low=0.01, high=100.0)
 
 
 def _gibibytes(text: str) -> float:

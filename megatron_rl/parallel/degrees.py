@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 
 def divisors(size: int) -> list[int]:
-    return [n for n in range(1, size + 1) if size % n == 0]
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    return [*small, *(size // n for n in reversed(small) if n * n != size)]
 
 
 def nearest(degree: int, allowed: Iterable[int]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, get_origin
 
 from megatron_rl.errors import RecipeError
 from megatron_rl.recipe import shape
-from megatron_rl.recipe.problems import Problem, show, unknown_key
+from megatron_rl.recipe.problems import Problem, shortened, show, unknown_key
 from megatron_rl.recipe.yaml_text import parse_value
 
 STAR = "*"
@@ -33,11 +33,11 @@ def parse_override(text: str) -> Override:
     path, equals, value = text.partition("=")
     parts = tuple(path.strip().split("."))
     if not equals or not all(parts):
-        raise RecipeError(f"override {text!r}: must look like path=value, such as layout.tp=2")
+        raise RecipeError(f"override {shortened(repr(text))}: must look like path=value, such as layout.tp=2")
     try:
         return Override(parts, parse_value(value), text)
     except RecipeError as error:
-        raise RecipeError(f"override {text!r}: {error}") from None
+        raise RecipeError(f"override {shortened(repr(text))}: {error}") from None
 
 
 def apply_overrides(

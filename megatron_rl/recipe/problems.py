@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from megatron_rl.errors import RecipeError
 from megatron_rl.recipe import shape
 
+_SHOWN = 100  # characters of each end of a long value
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -58,7 +60,16 @@ def show(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value)
+    return shortened(repr(value))
+
+
+def shortened(text: str) -> str:
+    """What is too long to be read, with its ends."""
+    return (
+        text
+        if len(text) <= 2 * _SHOWN
+        else f"{text[:_SHOWN]} ... {text[-_SHOWN:]} ({len(text):,} characters)"
+    )
 
 
 def unknown_key(key: str, config: type) -> str:

@@ -31,6 +31,7 @@ from megatron_rl.recipe.types import (
     Gibibytes,
     Int,
     Key,
+    LearningRate,
     Mebibytes,
     NonNegativeFloat,
     NonNegativeInt,
@@ -39,6 +40,7 @@ from megatron_rl.recipe.types import (
     Probability,
     Scalar,
     Seconds,
+    Temperature,
     Text,
     WholeGibibytes,
 )
@@ -48,7 +50,7 @@ from megatron_rl.recipe.types import (
 class OptimizerConfig:
     """AdamW. `max_grad_norm` is the global L2 norm that gradients are clipped to."""
 
-    lr: PositiveFloat
+    lr: LearningRate
     weight_decay: NonNegativeFloat = 0.0
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
@@ -91,7 +93,7 @@ class SftStage:
 class SamplingConfig:
     """How the engine samples in training rollouts."""
 
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     top_p: Probability = 1.0
     top_k: Int = -1  # -1: no limit
     max_response_tokens: PositiveInt
@@ -225,7 +227,7 @@ class EvalConfig:
     sets: dict[Key, Text]  # name: prompt file
     samples: Batch = 1  # k
     pass_at: tuple[PositiveInt, ...] = ()  # each K of pass@K to report, at most `samples`
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     top_p: Probability = 1.0
     top_k: Int = -1  # -1: no limit
     max_response_tokens: PositiveInt | None = None  # none: those of sampling

@@ -49,6 +49,15 @@ PositiveFloat = Annotated[
 NonNegativeFloat = Annotated[
     float, Field(strict=True, ge=0, allow_inf_nan=False, description="a number of at least 0")
 ]
+# vLLM raises lower ones to 0.01 without an error, so that trainer and engine would differ
+Temperature = Annotated[
+    float, Field(strict=True, ge=0.01, le=100, allow_inf_nan=False, description="a number from 0.01 to 100")
+]
+# of Adam, whose steps are of this size
+LearningRate = Annotated[
+    float,
+    Field(strict=True, gt=0, le=1, allow_inf_nan=False, description="a number above 0 and at most 1"),
+]
 # to wait for: operating systems take no more than 24 days, in milliseconds
 Seconds = Annotated[
     float,
@@ -73,7 +82,8 @@ Name = Annotated[
     Field(
         strict=True,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
-        description="letters, digits, '_', '-' and '.', starting with a letter or digit",
+        max_length=100,
+        description="letters, digits, '_', '-' and '.', starting with a letter or digit, at most 100 of them",
     ),
 ]
 # part of a dotted path or of a metric name, so without dots
@@ -82,7 +92,8 @@ Key = Annotated[
     Field(
         strict=True,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$",
-        description="letters, digits, '_' and '-', starting with a letter or digit",
+        max_length=100,
+        description="letters, digits, '_' and '-', starting with a letter or digit, at most 100 of them",
     ),
 ]
 

@@ -170,7 +170,7 @@ class _Reader:
                     return text
         except ValueError:
             pass
-        self._complain(node, f"{text!r} with tag !!{tag} is not allowed")
+        self._complain(node, f"{text[:200]!r} with tag !!{tag} is not allowed")
         return None
 
     def _complain(self, node: Node, text: str) -> None:

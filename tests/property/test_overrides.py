@@ -34,7 +34,7 @@ POSITIVE = st.integers(min_value=1, max_value=10**6)
 PATHS = {
     "model.hf_path": st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
     "layout.tp": POSITIVE,
-    "run.seed": st.integers(min_value=0, max_value=2**63),
+    "run.seed": st.integers(min_value=0, max_value=2**32 - 1),
     "run.deterministic": st.none() | st.booleans(),
     "stages.0.optimizer.lr": st.floats(min_value=1e-12, max_value=1.0),
     "stages.1.algorithm.surrogate": st.sampled_from(["gppo", "clip_higher", "grpo"]),

@@ -94,7 +94,7 @@ def test_every_problem_of_a_file_is_reported_at_once(tmp_path):
         "stages.0.global_batch_size (line 6)": (
             "missing, must be a whole number of at least 1 and at most 1,048,576"
         ),
-        "stages.1.optimizer.lr (line 25)": "got -1, must be a number above 0",
+        "stages.1.optimizer.lr (line 25)": "got -1, must be a number above 0 and at most 1",
     }
 
 
@@ -103,9 +103,10 @@ def test_every_problem_of_a_file_is_reported_at_once(tmp_path):
     [
         ("kind: rl", "kind: rll", "stages.1 (line 14)",
          "kind: got 'rll', must be one of sft, rl; did you mean 'rl'?"),
-        ("lr: 2e-5", "lr: '2e-5'", "stages.1.optimizer.lr (line 26)", "got '2e-5', must be a number above 0"),
-        ("lr: 2e-5", "lr: true", "stages.1.optimizer.lr (line 26)", "got true, must be a number above 0"),
-        ("lr: 2e-5", "lr: .inf", "stages.1.optimizer.lr (line 26)", "got inf, must be a number above 0"),
+        ("lr: 2e-5", "lr: '2e-5'", "stages.1.optimizer.lr (line 26)",
+         "got '2e-5', must be a number above 0 and at most 1"),
+        ("lr: 2e-5", "lr: true", "stages.1.optimizer.lr (line 26)", "got true, must be a number above 0 and at most 1"),
+        ("lr: 2e-5", "lr: .inf", "stages.1.optimizer.lr (line 26)", "got inf, must be a number above 0 and at most 1"),
         ("kind: rl\n", "kind: rl\n    kl: 0.1\n", "stages.1.kl (line 15)",
          "unknown key; did you mean 'algorithm.kl'?"),
         ("kind: rl\n", "kind: rl\n    temperature: 1\n", "stages.1.temperature (line 15)",
@@ -113,9 +114,10 @@ def test_every_problem_of_a_file_is_reported_at_once(tmp_path):
         ("lr: 2e-5", "lrr: 1, lr: 1", "stages.1.optimizer.lrr (line 26)", "unknown key; did you mean 'lr'?"),
         ("[3, 5]", "[3]", "stages.1.curriculum.1.difficulty.1 (line 25)", "missing, must be a number"),
         ("name: small", "name: a/b", "name (line 1)",
-         "got 'a/b', must be letters, digits, '_', '-' and '.', starting with a letter or digit"),
+         "got 'a/b', must be letters, digits, '_', '-' and '.', starting with a letter or digit, at most 100 of them"),
         ("heldout: heldout", "held/out: heldout", "stages.1.eval.sets.held/out (line 27)",
-         "the name 'held/out' must be letters, digits, '_' and '-', starting with a letter or digit"),
+         "the name 'held/out' must be letters, digits, '_' and '-', starting with a letter or digit, at most 100 of "
+         "them"),
         ("{every_steps: 5}", "5", "checkpoint (line 28)",
          "got 5, must be a mapping with the keys every_steps, keep, asynchronous, timeout_s or null"),
     ],

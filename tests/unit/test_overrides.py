@@ -94,6 +94,8 @@ def test_a_path_without_a_place_is_refused(tmp_path, override, line):
         ("stages.1.group_size=1000000000000", "1,048,576"),
         ("stages.1.grader.memory_gib=1e20", "1,048,576"),
         ("stages.1.sandbox.slots=1000000", "65,536"),
+        ("stages.1.optimizer.lr=10", "1"),
+        ("stages.1.sampling.temperature=0.001", "100"),
     ],
 )
 def test_a_size_that_no_machine_has_or_waits_for_is_refused_with_what_is_allowed(tmp_path, override, most):
@@ -101,6 +103,18 @@ def test_a_size_that_no_machine_has_or_waits_for_is_refused_with_what_is_allowed
     line = refusal(tmp_path, override).splitlines()[1]
     assert line.startswith(f"  {path} (override): got ")
     assert line.removesuffix(" or null").endswith((f" and at most {most}", f" to {most}"))
+
+
+def test_long_values_are_shown_by_their_ends(tmp_path):
+    long = "a" * 5000
+    for override in (
+        f"name={long}",
+        f"stages.1.group_size={long}",
+        f"run.seed=[{long}",
+        "model.dtype=1" + "0" * 6000,
+    ):
+        text = refusal(tmp_path, override)
+        assert len(text) < 800 and " characters)" in text, text
 
 
 @pytest.mark.parametrize("text", ["layout.tp", "=1", "layout..tp=1", ".tp=1"])

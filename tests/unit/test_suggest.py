@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.estimate.candidates import trainer_choices
+from megatron_rl.estimate.candidates import possible_worlds, trainer_choices
 from megatron_rl.estimate.estimate import Estimate, build_estimate
 from megatron_rl.estimate.hardware import load_hardware
 from megatron_rl.estimate.models import named_spec
@@ -221,6 +221,19 @@ def test_a_float32_recipe_is_priced_with_its_own_sizes(capsys):
     assert half is not None and whole is not None and whole.mean_batch < half.mean_batch
     assert main(["check", MATH, *PLAN, "--world", "64", "--suggest", *more]) == 0
     assert "as in bfloat16 (float32 is slower)" in capsys.readouterr().out
+
+
+def test_numbers_of_gpus_that_some_layout_is_for_are_among_the_possible_ones_and_found_at_once(capsys):
+    loaded = load_recipe(MATH)
+    for model in ("qwen3-8b", "qwen3-30b-a3b"):
+        spec = named_spec(model, max_positions=loaded.recipe.model.max_positions)
+        possible = possible_worlds(loaded.recipe, spec, gpus_per_node=8)
+        for world in range(1, 50):
+            choices = trainer_choices(loaded.recipe, spec, world_size=world, gpus_per_node=8)
+            assert next(choices, None) is None or world in possible
+    # each number between would take days
+    assert main(["check", MATH, *PLAN, "--world", "100000001", "--suggest"]) == 2
+    assert "do not split over 100000001 GPUs; try --world " in capsys.readouterr().err
 
 
 def test_a_number_of_gpus_that_nothing_splits_over_is_answered_with_the_nearest(capsys):
