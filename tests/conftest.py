@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 os.environ["TRITON_INTERPRET"] = "1"
 import triton
@@ -13,6 +14,11 @@ import triton
 del os.environ["TRITON_INTERPRET"]
 triton.knobs.propagate_env = False
 triton.knobs.runtime.interpret = True
+
+# the same examples in every run, however slow the machine; --hypothesis-profile random looks for others
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("random", derandomize=False, deadline=None)
+settings.load_profile("same")
 
 
 @pytest.hookimpl(wrapper=True)

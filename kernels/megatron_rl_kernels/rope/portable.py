@@ -27,19 +27,17 @@ class PortableRope(torch.autograd.Function):
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
+    num_turned = 2 * cos.shape[-1]
     cos, sin = cos[:, None].to(dtype), sin[:, None].to(dtype)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    half = cos.shape[-1]
-    first, second = (part.to(dtype) for part in _pairs(x, half, interleaved))
-    to_first, to_second = _pairs(out, half, interleaved)
-    # both products are rounded before they are added, as plain torch and megatron-core do it: addcmul would fuse them
-    to_first.copy_((first * cos).sub_(second * sin))
-    to_second.copy_((second * cos).add_(first * sin))
-    out[..., 2 * half :] = x[..., 2 * half :]
-    return out
-
-
-def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    turned = x[..., :num_turned].to(dtype)
+    # each feature's partner in its place, and what it is multiplied with: whole rows are read and written faster
+    # than their halves. Both products are rounded before they are added, as plain torch and megatron-core do it:
+    # addcmul would fuse them
     if interleaved:
-        return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-    return x[..., :half], x[..., half : 2 * half]
+        partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        cos, sin = cos.repeat_interleave(2, dim=-1), torch.stack([-sin, sin], dim=-1).flatten(-2)
+    else:
+        partner = turned.roll(num_turned // 2, dims=-1)
+        cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    out = (turned * cos).add_(partner.mul_(sin)).to(x.dtype)
+    return out if num_turned == x.shape[-1] else torch.cat([out, x[..., num_turned:]], dim=-1)
