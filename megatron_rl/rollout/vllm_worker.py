@@ -207,7 +207,11 @@ def _of_device(start: Message) -> dict[str, Any]:
         }
     import torch
 
+    from megatron_rl.rollout import vllm_norms
+
+    vllm_norms.register()
     return {
+        "kernel_config": {"ir_op_priority": vllm_norms.PRIORITY},
         "distributed_executor_backend": _forking_executor() if start["tp"] > 1 else None,
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,

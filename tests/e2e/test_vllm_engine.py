@@ -58,10 +58,14 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(models, tmp_path_factory):
+def log_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def engine(models, log_dir):
     with VllmEngine.start(
-        CONFIG, hf_path=models[1], dtype="float32", spec=SPEC, max_model_len=160, seed=0,
-        log_dir=tmp_path_factory.mktemp("logs"),
+        CONFIG, hf_path=models[1], dtype="float32", spec=SPEC, max_model_len=160, seed=0, log_dir=log_dir,
     ) as started:  # fmt: skip
         yield started
 
@@ -103,6 +107,13 @@ def test_a_sample_depends_on_its_own_seed_alone(engine):
     assert engine.generate(requests[4:5]) == together[4:5]
     again = engine.generate([request([5, 4, 99], seed=77)])
     assert again[0].token_ids != together[4].token_ids
+
+
+def test_every_replica_norms_by_the_kernels(engine, log_dir):
+    logs = sorted(log_dir.glob("*.log"))
+    assert len(logs) == CONFIG.replicas
+    for log in logs:
+        assert "fused_add_rms_norm=['megatron_rl', 'native']" in log.read_text()
 
 
 def test_two_replicas_draw_the_samples_of_one_and_none_twice(engine):
