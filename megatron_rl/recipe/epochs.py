@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
+from os.path import exists
 
 from megatron_rl.data.rows import count_rows
 from megatron_rl.errors import DataError
@@ -37,7 +37,7 @@ def _resolved(stage: Stage, path: str, problems: list[Problem]) -> Stage:
                 Problem(f"{path}.steps", "missing, must be a whole number of at least 1; or give epochs")
             )
         return stage
-    if not Path(stage.data).exists():
+    if not exists(stage.data):
         return stage
     try:
         rows = count_rows(stage.data)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+# unlike those of Path they say no to what no file can be called
+from os.path import exists, isdir, isfile
 from pathlib import Path
 
 from megatron_rl.errors import LayoutError, MegatronRLError, ModelError
@@ -18,7 +21,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.amounts import most_prompts_drawn
 from megatron_rl.recipe.checks import nearest_multiples, optimizer_steps, stage_problems
 from megatron_rl.recipe.load import LoadedRecipe
-from megatron_rl.recipe.problems import Problem, raise_problems
+from megatron_rl.recipe.problems import Problem, raise_problems, shortened
 from megatron_rl.recipe.profile_checks import profile_problems
 from megatron_rl.recipe.reward_checks import reward_problems
 from megatron_rl.recipe.schema import LayoutConfig, Recipe
@@ -166,7 +169,7 @@ def _layout(recipe: Recipe, world_size: int, problems: list[Problem]) -> Paralle
 
 
 def _spec(recipe: Recipe, problems: list[Problem]) -> ModelSpec | None:
-    if not Path(recipe.model.hf_path).is_dir():
+    if not isdir(recipe.model.hf_path):
         return None
     try:
         return ModelSpec.from_hf(recipe.model.hf_path, max_positions=recipe.model.max_positions)
@@ -178,9 +181,9 @@ def _spec(recipe: Recipe, problems: list[Problem]) -> ModelSpec | None:
 def _file_problems(recipe: Recipe) -> Iterator[Problem]:
     """Each file or directory that a stage will read and that is not there."""
     hf_path = Path(recipe.model.hf_path)
-    if not hf_path.is_dir():
+    if not isdir(hf_path):
         yield _missing("model.hf_path", hf_path, "directory")
-    if recipe.model.checkpoint is not None and not Path(recipe.model.checkpoint).is_dir():
+    if recipe.model.checkpoint is not None and not isdir(recipe.model.checkpoint):
         yield _missing("model.checkpoint", Path(recipe.model.checkpoint), "directory")
     for i, stage in enumerate(recipe.stages):
         if isinstance(stage, SftStage):
@@ -193,7 +196,7 @@ def _file_problems(recipe: Recipe) -> Iterator[Problem]:
                 files[f"stages.{i}.engine.secret_file"] = stage.engine.secret_file
         for dotted, file in files.items():
             # a directory stands for the data files in it
-            is_there = Path(file).is_file() if dotted.endswith("secret_file") else Path(file).exists()
+            is_there = isfile(file) if dotted.endswith("secret_file") else exists(file)
             if not is_there:
                 yield _missing(dotted, Path(file), "file")
 
@@ -203,7 +206,7 @@ def _reference_problems(stage: Stage, path: str, spec: ModelSpec | None) -> Iter
     kl = stage.algorithm.kl if isinstance(stage, RlStage) else None
     if kl is None or kl.reference is None:
         return
-    if not Path(kl.reference).is_dir():
+    if not isdir(kl.reference):
         yield _missing(path, Path(kl.reference), "directory")
         return
     try:
@@ -220,7 +223,7 @@ def _reference_problems(stage: Stage, path: str, spec: ModelSpec | None) -> Iter
 
 def _has_reference(stage: Stage) -> bool:
     kl = stage.algorithm.kl if isinstance(stage, RlStage) else None
-    return kl is not None and kl.reference is not None and Path(kl.reference).is_dir()
+    return kl is not None and kl.reference is not None and isdir(kl.reference)
 
 
 def _routing_problems(stage: Stage, path: str, recipe: Recipe) -> Iterator[Problem]:
@@ -247,11 +250,12 @@ def _eval_name_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _missing(dotted: str, path: Path, what: str) -> Problem:
+    shown = shortened(str(path))
     if path.is_absolute():
-        return Problem(dotted, f"no {what} {path}")
+        return Problem(dotted, f"no {what} {shown}")
     more = "; models are read from disk, nothing is downloaded" if what == "directory" else ""
     return Problem(
-        dotted, f"no {what} {path} in {Path.cwd()}; relative paths start at the current directory{more}"
+        dotted, f"no {what} {shown} in {Path.cwd()}; relative paths start at the current directory{more}"
     )
 
 

@@ -33,6 +33,15 @@ def test_a_checkpoint_to_start_from_must_be_there(recipe):
     assert found["model.checkpoint"].startswith("no directory imported in ")
 
 
+@pytest.mark.parametrize("name", ["a" * 5000, "a/" * 5000, "a\\0b"], ids=["long", "deep", "nul"])
+def test_a_path_that_no_file_can_have_is_one_that_is_not_there(recipe, name):
+    found = problems(
+        recipe, f'model.hf_path="{name}"', f'stages.1.prompts="{name}"', f'stages.0.data="{name}"'
+    )
+    assert set(found) == {"model.hf_path", "stages.1.prompts", "stages.0.data"}
+    assert all(text.startswith("no ") and len(text) < 600 for text in found.values())
+
+
 def test_a_good_recipe_gives_its_numbers(recipe):
     loaded = load_recipe(recipe, ["layout.tp=2", "layout.pp=2"])
     resolved = check_recipe(loaded, world_size=8)
@@ -307,6 +316,8 @@ def test_buckets_that_would_cut_a_large_model_into_very_many_are_refused(recipe)
         qkv_bias=False, qk_norm=False,
     )  # fmt: skip
     small, allowed = (load_recipe(recipe, [f"stages.1.engine.bucket_mib={mib}"]) for mib in (1, 5))
-    with pytest.raises(RecipeError, match=r"bucket_mib.*: got 1, which would cut .* use at least 5, better 256"):
+    with pytest.raises(
+        RecipeError, match=r"bucket_mib.*: got 1, which would cut .* use at least 5, better 256"
+    ):
         check_recipe(small, world_size=1, model_spec=spec)
     assert check_recipe(allowed, world_size=1, model_spec=spec).num_parameters > 70e9
