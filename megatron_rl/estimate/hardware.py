@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_rl.errors import RecipeError
 from megatron_rl.recipe.problems import did_you_mean, raise_problems, validation_problems
-from megatron_rl.recipe.types import Count, NonNegativeFloat, Probability, Share, Text
+from megatron_rl.recipe.types import Count, Share, Text
 from megatron_rl.recipe.yaml_text import parse_document
 
 _OWN = Path(__file__).parent / "gpus"
@@ -22,6 +22,14 @@ _OWN = Path(__file__).parent / "gpus"
 Amount = Annotated[
     float,
     Field(strict=True, ge=1e-3, le=1e6, allow_inf_nan=False, description="a number from 0.001 to 1,000,000"),
+]
+
+# of a peak: with less than a thousandth nothing is predicted but its own smallness
+Reached = Annotated[
+    float, Field(strict=True, ge=1e-3, le=1, allow_inf_nan=False, description="a number from 0.001 to 1")
+]
+Delay = Annotated[
+    float, Field(strict=True, ge=0, le=1e6, allow_inf_nan=False, description="a number from 0 to 1,000,000")
 ]
 
 
@@ -37,20 +45,16 @@ class Hardware:
     link_gb_per_s: Amount  # to other GPUs of the node
     network_gb_per_s: Amount  # to other nodes, its share of the node's adapters
     gpus_per_node: Count
-    matmul_frac: Probability  # of the peak, in the matrix products of training and of prompts
-    attention_frac: Probability  # of the BF16 peak, in causal attention, forward and backward together
-    expert_frac: (
-        Probability  # of matmul_frac, in the smaller products of experts and what routes tokens to them
-    )
-    hbm_frac: Probability  # of hbm_gb_per_s, in reading weights and KV cache, and element by element
-    link_frac: Probability  # of link_gb_per_s, in collectives inside a node
-    network_frac: Probability  # of network_gb_per_s, in collectives between nodes
+    matmul_frac: Reached  # of the peak, in the matrix products of training and of prompts
+    attention_frac: Reached  # of the BF16 peak, in causal attention, forward and backward together
+    expert_frac: Reached  # of matmul_frac, in the smaller products of experts and what routes tokens to them
+    hbm_frac: Reached  # of hbm_gb_per_s, in reading weights and KV cache, and element by element
+    link_frac: Reached  # of link_gb_per_s, in collectives inside a node
+    network_frac: Reached  # of network_gb_per_s, in collectives between nodes
     hidden_frac: Share  # of the communication of training, behind computing
-    collective_us: NonNegativeFloat  # of one small collective: an all-reduce of a decode step
-    decode_step_ms: (
-        NonNegativeFloat  # of one decode step besides reading memory: scheduling, launching, sampling
-    )
-    decode_sequence_us: NonNegativeFloat  # and per sequence in it
+    collective_us: Delay  # of one small collective: an all-reduce of a decode step
+    decode_step_ms: Delay  # of one decode step besides reading memory: scheduling, launching, sampling
+    decode_sequence_us: Delay  # and per sequence in it
 
 
 def known_hardware() -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from megatron_rl.recipe.types import (
     PositiveFloat,
     PositiveInt,
     Probability,
+    Replicas,
     Scalar,
     Seconds,
     Temperature,
@@ -178,7 +179,7 @@ class EngineConfig:
 
     kind: Literal["vllm"] = "vllm"
     tp: PositiveInt = 1  # tensor-parallel workers of one engine
-    replicas: Count = 1  # engines
+    replicas: Replicas = 1  # engines
     # which replica answers which request. even: equal blocks in their order, so that a run is the same to the last
     # bit. least_loaded: group by group to the one with the fewest tokens outstanding; the same seeds and tokens, but
     # batches depend on time, and with them the last bits of log-probs where kernels are not batch-invariant

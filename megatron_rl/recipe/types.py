@@ -16,6 +16,10 @@ NonNegativeInt = Annotated[int, Field(strict=True, ge=0, description="a whole nu
 Count = Annotated[
     int, Field(strict=True, gt=0, le=2**16, description="a whole number of at least 1 and at most 65,536")
 ]
+# of engines, whose every worker has a place in the plan of transfers
+Replicas = Annotated[
+    int, Field(strict=True, gt=0, le=2**12, description="a whole number of at least 1 and at most 4,096")
+]
 # of prompts, rollouts and samples that are in memory at once
 Batch = Annotated[
     int, Field(strict=True, gt=0, le=2**20, description="a whole number of at least 1 and at most 1,048,576")

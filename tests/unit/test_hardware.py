@@ -57,7 +57,7 @@ def test_every_wrong_key_of_a_file_is_listed_with_its_line(tmp_path):
     assert lines[0].endswith("ours.yaml: 3 problems")
     assert "  memory_gib: missing, must be a number from 0.001 to 1,000,000" in lines
     assert any("unknown key; did you mean 'memory_gib'?" in line for line in lines)
-    assert any(line.startswith("  hbm_frac (line ") and "at most 1" in line for line in lines)
+    assert any(line.startswith("  hbm_frac (line ") and "from 0.001 to 1" in line for line in lines)
 
 
 def test_text_that_is_no_mapping_is_refused(tmp_path):
@@ -74,4 +74,19 @@ def test_an_amount_in_another_unit_is_refused(tmp_path, value):
     with pytest.raises(
         RecipeError, match=r"memory_gib \(line 3\): got .*, must be a number from 0.001 to 1,000,000"
     ):
+        load_hardware(own)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("matmul_frac: 0.5", "matmul_frac: 1.0e-300"),
+        ("collective_us: 15", "collective_us: 1.0e+300"),
+        ("gpus_per_node: 8", "gpus_per_node: 1000000000000"),
+    ],
+)
+def test_figures_that_would_make_every_estimate_infinite_or_endless_are_refused(tmp_path, old, new):
+    own = tmp_path / "ours.yaml"
+    own.write_text(H100.read_text().replace(old, new))
+    with pytest.raises(RecipeError, match=rf"{old.split(':')[0]} \(line \d+\): got "):
         load_hardware(own)

@@ -88,7 +88,7 @@ def test_a_path_without_a_place_is_refused(tmp_path, override, line):
         ("run.torch_threads=100000", "65,536"),
         ("run.collective_timeout_s=1e300", "1,000,000"),
         ("model.max_positions=1000000000000", "134,217,728"),
-        ("stages.1.engine.replicas=1000000000000000000", "65,536"),
+        ("stages.1.engine.replicas=1000000000000000000", "4,096"),
         ("stages.1.engine.request_timeout_s=1e10", "1,000,000"),
         ("stages.1.engine.bucket_mib=100000000000", "1,073,741,824"),
         ("stages.1.group_size=1000000000000", "1,048,576"),
