@@ -26,7 +26,6 @@ from megatron_rl.rewards.sandbox.processes import die_with_parent, tree_usage
 _CHUNK = 1 << 16
 _TAIL_BYTES = 2000
 _OPEN_FILES = 64
-_STACK_BYTES = 64 << 20
 _OWN_PROCESSES = 3  # bubblewrap's two, and one while it sets up
 _LOOK_EVERY_S = 0.1  # at the memory and number of processes
 _MEMORY_FACTOR = 2  # of all processes of a run together, over the address space of one
@@ -334,7 +333,6 @@ def _prepare(limits: Limits, processes_before: int) -> None:
         (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
         (resource.RLIMIT_FSIZE, limits.tmp_mib << 20, limits.tmp_mib << 20),
         (resource.RLIMIT_NOFILE, _OPEN_FILES, _OPEN_FILES),
-        (resource.RLIMIT_STACK, _STACK_BYTES, _STACK_BYTES),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
@@ -349,3 +347,7 @@ def _prepare(limits: Limits, processes_before: int) -> None:
         if most != resource.RLIM_INFINITY:
             soft, hard = min(soft, most), min(hard, most)
         resource.setrlimit(what, (soft, hard))
+    # the address space bounds the stack. One with a size would be that of every thread too, of which few would then
+    # fit, and programs that ask for more, as contest sites let them, would fail
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (most, most))
