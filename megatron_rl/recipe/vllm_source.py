@@ -14,6 +14,8 @@ SCALARS = {"bool": bool, "int": int, "float": float, "str": str}
 _CONTAINERS = {"list", "dict", "set", "tuple"}
 # of pydantic's Field, as a reader says them
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+# `vllm.LLM` takes a number for it
+_OPEN = {"compilation_config"}
 _MOST_SHOWN = 24
 _MOST_HOPS = 8  # of names that stand for names
 
@@ -80,7 +82,9 @@ def _read(package: Path) -> Mapping[str, Argument] | None:
     module, node = source.find(source.module("vllm.engine.arg_utils"), "EngineArgs") or (None, None)
     if module is None or not isinstance(node, ast.ClassDef):
         return None
-    return {name: source.argument(module, field) for name, field in _fields(node)}
+    return {
+        name: Argument() if name in _OPEN else source.argument(module, field) for name, field in _fields(node)
+    }
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.AnnAssign]]:
@@ -206,7 +210,7 @@ class _Source:
             case ast.Name(id=name) if hops and (found := self.find(module, name)) is not None:
                 where, meant = found
                 return (
-                    _enumeration(meant)
+                    _class(meant)
                     if isinstance(meant, ast.ClassDef)
                     else self._of_annotation(where, meant, hops - 1)
                 )
@@ -226,16 +230,22 @@ def _is_none(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _enumeration(node: ast.ClassDef) -> Argument:
-    """Its members, and `auto`, which vLLM takes for choosing itself."""
-    if not any(isinstance(base, ast.Name) and base.id == "Enum" for base in node.bases):
-        return Argument()
-    members = [
-        each.targets[0].id
+def _class(node: ast.ClassDef) -> Argument:
+    """An enumeration takes its members, and `auto` for vLLM's own choice; a configuration takes a mapping."""
+    bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    members = {
+        each.targets[0].id: each.value
         for each in node.body
         if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)
-    ]
-    return Argument(names=frozenset(name for name in [*members, "AUTO"] if name.isupper()))
+    }
+    if "IntEnum" in bases:
+        return _literal(list(members.values()))
+    if "Enum" in bases:
+        return Argument(names=frozenset(name for name in [*members, "AUTO"] if name.isupper()))
+    decorators = [each.func if isinstance(each, ast.Call) else each for each in node.decorator_list]
+    return Argument(
+        only_containers=any(isinstance(each, ast.Name) and each.id == "config" for each in decorators)
+    )
 
 
 def _literal(elements: list[ast.expr]) -> Argument:

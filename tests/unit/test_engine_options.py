@@ -71,6 +71,11 @@ def test_options_of_vllm_are_taken_one_by_one_or_together_and_shown(recipe):
             "cudagraph_capture_sizes=8",
             r"got 8, vLLM takes lists or mappings alone, which cannot be given here; rem",
         ),
+        (
+            "kv_transfer_config=nixl",
+            r"got 'nixl', vLLM takes lists or mappings alone, which cannot be given here; rem",
+        ),
+        ("optimization_level=9", r"got 9, vLLM takes one of 0, 1, 2, 3$"),
         ("compilation_config={mode: 3}", r"got a mapping, must be a number, text, true or false$"),
         ("block_size=null", r"got null, must be a number, text, true or false$"),
     ],
