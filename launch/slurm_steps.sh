@@ -37,10 +37,11 @@ check_placed() {
         there=$(bash "${torchrun[@]}" --node-rank 0 --dry-run)
     elif [[ -z $image ]]; then
         check_recipe
-    elif ((${#engines[@]})); then
-        step "${trainers[0]}"
-        MEGATRON_RL_PYTHON=python3 "${srun[@]}" bash "${torchrun[@]}" --node-rank 0 --dry-run >/dev/null
     fi
+    [[ -n $image ]] && ((${#engines[@]})) || return 0
+    step "${trainers[0]}"
+    local ask=(env MEGATRON_RL_PYTHON=python3 "${srun[@]}" bash "${torchrun[@]}" --node-rank 0 --dry-run)
+    if [[ -n $dry_run ]]; then print_command "${ask[@]}"; else "${ask[@]}" >/dev/null; fi
 }
 
 # wait_for_engines NUMBER: until so many hosts listen

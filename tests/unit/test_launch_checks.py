@@ -67,10 +67,17 @@ def test_a_placed_run_whose_recipe_is_right_goes_on_after_it_was_checked(place, 
     make_script(place / "bin" / "python3", PYTHON)
     done = run(place, "launch/slurm_multinode.sh", *options, "--engine-nodes=1", "r.yaml", nodes="n1,n2")
     assert done.returncode == 1, done.stderr
-    *check, engines, trainers = map(shlex.split, (place / "srun.log").read_text().splitlines())
+    steps = list(map(shlex.split, (place / "srun.log").read_text().splitlines()))
+    *check, engines, trainers = steps
     assert ["--dry-run" in step and "--nodelist=n1" in step for step in check] == [True] * len(options[:1])
     assert "--nodelist=n2" in engines
     assert "--dry-run" not in trainers
+    dry = run(
+        place, "launch/slurm_multinode.sh", *options, "--engine-nodes=1", "r.yaml", "--dry-run", nodes="n1,n2"
+    )
+    lines = [line.partition(" &   #")[0] for line in dry.stdout.splitlines() if "srun" in line]
+    # what is printed is what ran, in the same order
+    assert [shlex.split(line.partition("srun ")[2]) for line in lines] == steps
 
 
 def test_what_a_dry_run_prints_before_its_steps_can_be_pasted(place):
