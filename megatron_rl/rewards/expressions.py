@@ -23,6 +23,8 @@ _FACTORS = {
     "\\infty",
 }  # fmt: skip
 _NO_COMMANDS = {"\\cdot", "\\pi", "\\infty", "\\leq", "\\geq", "\\neq", "\\{", "\\ldots"} | GREEK
+# what the grammar takes for the identity matrix, Euler's constant and the gamma function, as plain letters
+_LETTERS = {"I": "\\iota_{1001}", "\\gamma": "\\iota_{1002}", "\\Gamma": "\\iota_{1003}"}
 _IMAGINARY = sympy.Symbol("i", real=True)
 
 
@@ -87,25 +89,38 @@ def _explicit(found: list[str]) -> list[str]:
             token = groups.pop()
         elif token == "\\frac" and before.isdigit() and _is_improper(found[index : index + 7]):
             raise Unreadable(f"{before} in front of an improper fraction can be read in two ways")
-        if found[index - 1 : index] == ["}"] and before == ")" and token[0].isdigit():
+        two_arguments = _two_arguments(out) if before == "}" else ""
+        is_bare = before == ")" and found[index - 1] == "}"
+        is_power = found[index + 1 : index + 2] == ["^"]
+        if token[0].isdigit() and (is_bare or (two_arguments == "\\frac" and not is_power)):
             raise Unreadable("two numerals side by side")
-        ends_factor = before == ")" or (before == "}" and _ends_binomial(out))
+        ends_factor = before == ")" or two_arguments == "\\binom"
         multiplies = (token == "(" and before.isdigit() and not _holds_letters(found, index)) or (
             ends_factor and (token in {"(", "\\frac"} or token[0].isdigit())
         )
+        token = _as_letter(token, "".join(found[index + 1 : index + 2]))
         out += ["\\cdot", token] if multiplies else [token]
     return out
 
 
-def _ends_binomial(out: list[str]) -> bool:
-    """Whether the brace at the end closes the second argument of `\\binom`."""
+def _as_letter(token: str, behind: str) -> str:
+    """The token, with a name for each letter that the grammar takes for something else."""
+    if behind == "_" or (token == "\\Gamma" and behind == "("):
+        return token
+    if token.isalpha() and "I" in token:
+        return "".join(_LETTERS.get(letter, letter) for letter in token)
+    return _LETTERS.get(token, token)
+
+
+def _two_arguments(out: list[str]) -> str:
+    """The command whose second argument the brace at the end closes; nothing for one argument."""
     depth = groups = 0
     for token in reversed(out):
         depth += (token == "}") - (token == "{")
         groups += depth == 0 and token == "{"
         if depth == 0 and token not in {"{", "}"}:
-            return token == "\\binom" and groups == 2
-    return False
+            return token if groups == 2 else ""
+    return ""
 
 
 def _is_improper(part: list[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.rewards.spelling import is_choice
+from megatron_rl.rewards.units import is_choice
 
 _SIGNS = "() .,:"
 _BETWEEN = {",", ";", "and", "or"}
@@ -51,7 +51,7 @@ def _names_choice(found: list[str]) -> bool:
             if any(is_choice(word.strip(_SIGNS)) for word in words[len(words) > 1 and words[0] == "A" :]):
                 return True
             continue
-        before, behind = "".join(found[:index][-1:]), "".join(found[index + 1 :][:1])
+        before, behind = "".join(found[max(index - 1, 0) : index]), "".join(found[index + 1 : index + 2])
         is_alone = before in {"", *_BETWEEN} and behind in {"", ".", ")", *_BETWEEN}
         if is_choice(token) and (is_alone or (before, behind) == ("(", ")")):
             return True

@@ -43,7 +43,7 @@ SAME = {
     "<=": "\\leq", ">=": "\\geq", "\\lbrack": "[", "\\rbrack": "]", "\\leqq": "\\leq", "\\geqq": "\\geq",
     "\\operatorname": "\\mathrm", "\\colon": ":", "\\dbinom": "\\binom", "\\tbinom": "\\binom",
     "\\mod": "\\pmod", "\\bmod": "\\pmod", "\\Vert": "\\|", "\\lVert": "\\|", "\\rVert": "\\|",
-    "\\thickapprox": "\\approx",
+    "\\thickapprox": "\\approx", "\\approxeq": "\\approx",
 }  # fmt: skip
 _UNICODE = {
     "−": "-", "–": "-", "—": "-", "×": "\\cdot ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "≤": "\\leq ",  # noqa: RUF001
@@ -78,6 +78,7 @@ UNITS = {
     "second", "days", "day", "weeks", "week", "months", "month", "years", "year", "people", "units", "unit",
     "square", "cubic", "per", "percent", "grams", "gram", "liters", "liter", "Rs", "INR", "USD", "EUR", "GBP",
 }  # fmt: skip
+LITTLE_WORDS = {"of", "per", "the", "in", "a", "an"}  # between the words of a unit
 # with the braces behind them; a colour or a width says nothing
 DROPPED_WITH_ARGUMENT = {
     "\\color",
@@ -93,6 +94,7 @@ LETTER_COMMANDS = {"\\mathbf", "\\mathit", "\\boldsymbol", "\\bm", "\\textit"}
 TRIGONOMETRIC = {"\\sin", "\\cos", "\\tan", "\\cot", "\\sec", "\\csc"}
 # in front of a sum of money
 CURRENCIES = {"Rs", "Re", "INR", "USD", "US", "EUR", "GBP", "CAD", "AUD", "HK", "RMB", "CNY"}
+CURRENCY = re.compile(r"(?<![A-Za-z\\])(?:" + "|".join(sorted(CURRENCIES)) + r")(?![A-Za-z])")
 NUMBER_WORDS = {
     "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11,
     "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15, "sixteen": 16,
@@ -108,7 +110,9 @@ NOT_UNITS = {
     "above", "below", "under", "beyond", "between", "versus", "vs", "but", "else", "otherwise", "either", "neither",
     "instead", "perhaps", "possibly", "probably", "likely", "unless", "except", "wrong", "false", "incorrect",
     "through", "thousandth", "thousandths", "hundredth", "hundredths", "tenth", "tenths", "where", "when", "then",
-    "also", "is", "root", "roots", "power", "exponent", "googol", "gross", "score",
+    "also", "is", "double", "triple", "undefined", "unknown", "null", "xor",
+    "alternatively", "guess", "exp", "log", "ln", "sin", "cos", "tan", "sqrt", "inf", "tens",
+    "root", "roots", "power", "exponent", "googol", "gross", "score",
 }  # fmt: skip
 # letters that are no unit: unknowns, e, i, and k for a thousand
 NOT_LETTER_UNITS = set("abceikjnopqrwxyz")

@@ -104,19 +104,23 @@ def is_solved(shape: Shape) -> bool:
     `x^2 - 4x + 3 < 0` restates a problem whose answer is `(1, 3)`.
     """
     items = shape.items if isinstance(shape, Unordered) else (shape,)
-    return all(
-        _is_monomial(side)
-        for item in items
-        for one in relations(item)
-        for side in split(list(one.tokens), RELATIONS)
+    for one in (one for item in items for one in relations(item)):
+        sides = split(list(one.tokens), RELATIONS)
+        if sum(_variable(side) is not None for side in sides) > 1 or not all(map(_is_monomial, sides)):
+            return False
+    return True
+
+
+def _variable(side: list[str]) -> int | None:
+    """Where the first variable stands."""
+    return next(
+        (i for i, token in enumerate(side) if token in GREEK or (token.isalpha() and token != "e")), None
     )
 
 
 def _is_monomial(side: list[str]) -> bool:
     """Digits without a variable, or a number in front of the name of one."""
-    start = next(
-        (i for i, token in enumerate(side) if token in GREEK or (token.isalpha() and token != "e")), None
-    )
+    start = _variable(side)
     if start is None:
         return "|" not in side or not side
     factor = side[:start]

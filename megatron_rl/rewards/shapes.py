@@ -284,8 +284,13 @@ def name_of(found: list[str]) -> str:
         found[0].isalpha() or found[0] in {"(", *GREEK} or (found[0] in _LINES and found[1:2] == ["{"])
     ):
         return ""
+    if found[0] == "(":
+        # each part of (p,q,r) is a name
+        parts = split(found[1:-1], {","}) if closing(found, 0) == len(found) - 1 else [[]]
+        return "".join(found) if all(map(name_of, parts)) else ""
     for before, token in zip(["", *found], found, strict=False):
         is_index = token.isdigit() and before in {"{", "("}
         if not (token.isalpha() or is_index or token in _NAME_SIGNS):
             return ""
-    return "".join(found)
+    # (8) and \overline{8} are values
+    return "".join(found) if any(token.isalpha() or token in GREEK for token in found) else ""

@@ -11,6 +11,7 @@ from megatron_rl.rewards.lexicon import (
     CHOICE_WORDS,
     CLOSING,
     CURRENCIES,
+    CURRENCY,
     DOTS,
     DROPPED,
     DROPPED_WITH_ARGUMENT,
@@ -34,21 +35,23 @@ from megatron_rl.rewards.lexicon import (
     UNICODE_TABLE,
 )
 from megatron_rl.rewards.numerals import bases, join_thousands, repeating
-from megatron_rl.rewards.units import closing, is_text, strip_units
+from megatron_rl.rewards.units import closing, is_choice, is_text, strip_units
 
 
 def tokens(text: str) -> list[str]:
     """Canonical tokens of an answer: differences of spelling gone. `\\text{...}` is one token."""
-    plain = RAISED.sub(lambda run: "^{" + run[0].translate(RAISED_TABLE) + "}", text)
-    plain = LOWERED.sub(lambda run: "_{" + run[0].translate(RAISED_TABLE) + "}", plain)
-    plain = plain.translate(UNICODE_TABLE)
-    if not plain.isascii():
-        plain = "".join(char if char.isascii() else _ascii_sign(char) for char in plain)
+    plain = text if text.isascii() else _plain(text)
     plain = DOTS.sub(r"\\ldots ", E_NOTATION.sub(r"\1\\cdot 10^{\2}", plain)).replace("Rs.", "Rs ")
     raw = [SAME.get(token, token) for token in TOKEN.findall(plain)]
     found = join_thousands(_gather_texts(_without_layout(_infix_arguments(raw))))
     found = [FUNCTIONS.get(token, token) for token in found if not token.isspace() and token not in SPACES]
-    found = bases(repeating(_brace_arguments(_degrees(_moduli(_without_currency(_bare_colons(found)))))))
+    if CURRENCY.search(plain):
+        found = _without_currency(found)
+    if "mod" in plain:
+        found = _moduli(found)
+    found = _brace_arguments(_degrees(_bare_colons(found)))
+    found = repeating(found) if "." in plain else found
+    found = bases(found) if "_" in found else found
     while found and found[-1] in {".", ",", ";", "\\", "\\\\"}:
         found.pop()
     if found[:1] == found[-1:] == ["\\cdot"]:
@@ -57,9 +60,19 @@ def tokens(text: str) -> list[str]:
     return strip_units(_half_days(_facing_brackets(unwrap(found))))
 
 
+def _plain(text: str) -> str:
+    """Without what Unicode has and LaTeX writes in another way."""
+    plain = RAISED.sub(lambda run: "^{" + run[0].translate(RAISED_TABLE) + "}", text)
+    plain = LOWERED.sub(lambda run: "_{" + run[0].translate(RAISED_TABLE) + "}", plain)
+    plain = plain.translate(UNICODE_TABLE)
+    if plain.isascii():
+        return plain
+    return "".join(char if char.isascii() else _ascii_sign(char) for char in plain)
+
+
 def _infix_arguments(found: list[str]) -> list[str]:
     """`{5 \\choose 2}` as `{\\binom{5}{2}}` and `{1 \\over 2}` as `{\\frac{1}{2}}`."""
-    if not INFIXES.keys() & set(found):
+    if INFIXES.keys().isdisjoint(found):
         return found
     out: list[str] = []
     starts, signs = [0], [-1]  # of the open groups: where they begin and where their sign stands
@@ -184,10 +197,6 @@ def unwrap(found: list[str]) -> list[str]:
         found = found[1:-1]
 
 
-def is_choice(token: str) -> bool:
-    return len(token) == 1 and "A" <= token <= "J"
-
-
 def _closing_brace(found: list[str], start: int) -> int | None:
     """Index of the `}` of the `{` at `start`; words hold brackets that close nothing, as in `\\text{A)}`."""
     depth = 0
@@ -237,6 +246,8 @@ def _bare_colons(found: list[str]) -> list[str]:
 
 def _degrees(found: list[str]) -> list[str]:
     """`^\\circ` and `^{\\circ}` as the token `°`; only the argument of a trigonometric function keeps it."""
+    if "°" not in found and "\\circ" not in found and "o" not in found:
+        return found
     out: list[str] = []
     index = 0
     while index < len(found):
@@ -256,17 +267,15 @@ def _without_currency(found: list[str]) -> list[str]:
     """`Rs 15`, `\\text{USD }15` and `US\\$15` as `15`."""
     return [
         token
-        for index, token in enumerate(found)
-        if token.removeprefix("\\text{").rstrip("}. ") not in CURRENCIES
-        or not "".join(found[index + 1 : index + 2])[:1].isdigit()
-        or "".join(found[:index][-1:]).isalnum()
+        for before, token, behind in zip(["", *found], found, [*found[1:], ""], strict=False)
+        if not behind[:1].isdigit()
+        or before.isalnum()
+        or token.removeprefix("\\text{").rstrip("}. ") not in CURRENCIES
     ]
 
 
 def _moduli(found: list[str]) -> list[str]:
     """`(\\text{mod }7)`, `(mod 7)` and `\\text{mod }7` as `\\pmod`, `7`."""
-    if not any("mod" in token for token in found):
-        return found
     out: list[str] = []
     pending = list(reversed(found))
     while pending:

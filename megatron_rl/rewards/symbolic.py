@@ -182,7 +182,8 @@ def _same_named(gold: Shape, answer: Shape) -> bool:
         return not _is_value(answer) and _same_equation(gold, answer.equation)
     if isinstance(gold, Named) and isinstance(answer, Equation):
         # 2x + 3 = 9 restates a problem whose answer is x = 3
-        return not _is_value(gold) and _same_equation(gold.equation, answer)
+        is_term = isinstance(gold.value, Leaf) and not gold.value.is_text() and not _is_value(gold)
+        return is_term and _same_equation(gold.equation, answer)
     return _same(
         gold.value if isinstance(gold, Named) else gold, answer.value if isinstance(answer, Named) else answer
     )

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from megatron_rl.rewards.lexicon import (
     CHINESE_UNITS,
+    LITTLE_WORDS,
     MULTIPLIERS,
     NOT_LETTER_UNITS,
     NOT_UNITS,
@@ -34,6 +35,11 @@ def is_text(found: list[str]) -> bool:
         return True
     has_word = any(len(word) > 2 and not _is_product(word) for word in words)
     return bool(words) and len(words) == len(found) and (has_word or [*map(str.lower, words)] == ["no"])
+
+
+def is_choice(token: str) -> bool:
+    """The letter of a choice."""
+    return len(token) == 1 and "A" <= token <= "J"
 
 
 def _is_product(word: str) -> bool:
@@ -86,6 +92,8 @@ def strip_units(found: list[str]) -> list[str]:
         and _is_unit(body[-1 - num_last])
     ):
         return strip_units(body[:-num_last])
+    if (start := _words_behind(body)) < len(body) - 1:
+        return body[:start]
     last = body[-1]
     content = last[6:-1] if last.startswith("\\text{") else last
     if is_text(body[:-1]):
@@ -96,12 +104,31 @@ def strip_units(found: list[str]) -> list[str]:
         first = first[0]
     if first in MULTIPLIERS and (not others or _is_unit_text(" ".join(others))):
         return [*body[:-1], "\\cdot", MULTIPLIERS[first]]
+    if len(body) == 2 and is_choice(body[0]) and any(map(is_choice, content.split())):
+        # two letters of choices, not amperes
+        return found
     counts = last.isalpha() and len(last) > 3 and last.lower() not in NOT_UNITS and _is_literal(body[:-1])
     if not _is_unit(last) and not (counts and not _is_product(last)):
         return found
     if "percent" in last or "per cent" in last:
         return [*body[:-1], "%"]
     return strip_units(body[:-1])
+
+
+def _words_behind(found: list[str]) -> int:
+    """Where the plain words of a unit begin behind a number: `5 miles per hour`; the end where there are none."""
+    start = len(found)
+    while start > 0 and found[start - 1].isalpha() and found[start - 1].isascii():
+        start -= 1
+    words = [word.lower() for word in found[start:]]
+    are_units = any(len(word) > 3 or word in UNITS for word in words) and all(
+        (len(word) > 2 or word in UNITS or word in LITTLE_WORDS)
+        and not (_is_product(word) or word in NOT_UNITS or word in MULTIPLIERS)
+        for word in words
+    )
+    is_percent = any("percent" in word for word in words)
+    fits = 1 < len(words) <= _MAX_UNIT_WORDS and are_units and not is_percent and _is_literal(found[:start])
+    return start if start and fits else len(found)
 
 
 def _is_unit(token: str) -> bool:
