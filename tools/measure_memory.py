@@ -66,8 +66,10 @@ def _start(args: argparse.Namespace, given: list[str], scratch: Path) -> int:
     if not has_accelerator():
         build_counter(scratch)
     command = [sys.executable, str(Path(__file__).resolve()), *given]
-    command += ["--scratch", str(scratch), "--port", str(launcher.free_port())]
-    if code := launcher.launch_local(command, nproc=layout.world_size, log_dir=scratch / "logs"):
+    with launcher.held_port() as port:
+        command += ["--scratch", str(scratch), "--port", str(port)]
+        code = launcher.launch_local(command, nproc=layout.world_size, log_dir=scratch / "logs")
+    if code:
         return code if code > 128 else NOT_RUN
     found = json.loads((scratch / "found.json").read_text())
     print(f"{layout_text(layout)}, {args.dtype}, {args.microbatches} micro-batches of {args.tokens} tokens")

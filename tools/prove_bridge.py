@@ -135,9 +135,9 @@ def prove(args: argparse.Namespace, argv: Sequence[str]) -> int:
     spec = ModelSpec.from_hf(args.model)
     spec.check_layout(layout)
     check_target(spec, tp=args.engine_tp)
-    with deadline(args.timeout_s), _place(args.keep) as place:
+    with deadline(args.timeout_s), _place(args.keep) as place, launcher.held_port() as port:
         write_scrambled(args.model, place / SCRAMBLED)
-        own = ["--place", str(place), "--port", str(launcher.free_port())]
+        own = ["--place", str(place), "--port", str(port)]
         command = [sys.executable, __file__, *argv, *own]
         if code := launcher.launch_local(command, nproc=layout.world_size, log_dir=place / LOGS):
             # beyond 128: interrupted

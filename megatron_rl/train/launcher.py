@@ -44,10 +44,9 @@ def launch_local(
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     alive_end, own_end = os.pipe()
-    with _caught_signals() as caught:
+    with _caught_signals() as caught, held_port() as port:
         ranks: list[_Rank] = []
         try:
-            port = free_port()
             for rank in range(nproc):
                 variables = _variables(rank, nproc, port)
                 ranks.append(_Rank.start(command, rank, variables, alive_end, log_dir))
@@ -324,11 +323,23 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
     }
 
 
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of this machine that until the end only those get who ask for it by its number.
+
+    For a process that is only being started: till it listens there, seconds later, others would be given the port.
+    """
+    with socket.socket() as holder:
+        # it never listens; Linux then lets others listen who set the same, as torch does
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
 def free_port() -> int:
-    """A port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nothing listens on now, for this process at once; see `held_port`."""
+    with held_port() as port:
+        return port
 
 
 def _group_exists(pgid: int) -> bool:

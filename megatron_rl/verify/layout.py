@@ -16,7 +16,7 @@ from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.load import LoadedRecipe, load_recipe
 from megatron_rl.recipe.resolve import check_recipe, run_layout, smallest_world
 from megatron_rl.recipe.stages import RlStage
-from megatron_rl.train.launcher import free_port
+from megatron_rl.train.launcher import held_port
 from megatron_rl.verify.jobs import LayoutJob
 from megatron_rl.verify.layouts import (
     DEFAULTS,
@@ -96,15 +96,16 @@ def _measure(prepared: Prepared, layouts: Sequence[ParallelLayout], *, timeout_s
     for group in groups:
         nproc = group[0].world_size
         say(f"starting {nproc} process{'es' if nproc > 1 else ''}: {', '.join(map(layout_text, group))}")
-        job = LayoutJob(
-            recipe=str(prepared.path),
-            layouts=tuple(group),
-            place=str(prepared.place),
-            port=free_port(),
-            timeout_s=timeout_s,
-        )
-        if code := start_ranks(job, nproc=nproc, place=prepared.place):
-            return code
+        with held_port() as port:
+            job = LayoutJob(
+                recipe=str(prepared.path),
+                layouts=tuple(group),
+                place=str(prepared.place),
+                port=port,
+                timeout_s=timeout_s,
+            )
+            if code := start_ranks(job, nproc=nproc, place=prepared.place):
+                return code
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.recipe.resolve import run_layout
 from megatron_rl.recipe.stages import RlStage
-from megatron_rl.train.launcher import free_port
+from megatron_rl.train.launcher import held_port
 from megatron_rl.verify.jobs import ParityJob
 from megatron_rl.verify.place import deadline, open_place, say
 from megatron_rl.verify.prepare import prepare
@@ -20,7 +20,7 @@ from megatron_rl.verify.table import NOT_RUN, PROVEN, REFUTED, columns, verdict
 
 def verify_parity(args: argparse.Namespace) -> int:
     """The exit code. Raises MegatronRLError for what cannot be run."""
-    with deadline(args.timeout_s), open_place(args.keep) as place:
+    with deadline(args.timeout_s), open_place(args.keep) as place, held_port() as port:
         prepared = prepare(args.recipe, args.overrides, place, shrink=args.shrink)
         recipe = prepared.recipe
         if not any(isinstance(stage, RlStage) for stage in recipe.stages):
@@ -31,7 +31,7 @@ def verify_parity(args: argparse.Namespace) -> int:
             recipe=str(prepared.path),
             layout=layout,
             place=str(place),
-            port=free_port(),
+            port=port,
             timeout_s=args.timeout_s,
         )
         if code := start_ranks(job, nproc=layout.world_size, place=place):

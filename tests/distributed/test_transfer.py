@@ -19,7 +19,7 @@ from megatron_rl.reshard.placement import Placement
 from megatron_rl.reshard.plan import plan_reshard
 from megatron_rl.reshard.transports import LOOPBACK, LocalHub, Membership, open_store
 from megatron_rl.reshard.transports.gloo import GlooTransport
-from tests.helpers.distributed import free_port
+from megatron_rl.train.launcher import free_port, held_port
 from tests.helpers.engine import rank_params
 from tests.helpers.transfer import (
     Tampered,
@@ -116,7 +116,8 @@ def test_workers_pass_on_what_their_node_received_once(bucket_bytes, kind):
 @pytest.mark.parametrize("kind", ["gloo", "shared"])
 def test_updates_arrive_whole_between_processes(kind):
     plan = plan_of(ParallelLayout(tp=2), 2, 1, torch.float32, bucket_bytes=SEVERAL)
-    assert run_processes(two_rounds, 4, plan, free_port(), kind, torch.float32) == [[]] * 4
+    with held_port() as port:
+        assert run_processes(two_rounds, 4, plan, port, kind, torch.float32) == [[]] * 4
 
 
 def look_at_mappings(rank, world_size, plan, port):
@@ -133,7 +134,8 @@ def look_at_mappings(rank, world_size, plan, port):
 
 def test_shared_memory_has_no_name_that_could_be_left_behind():
     plan = plan_of(ParallelLayout(), 1, 1, torch.float32)
-    mappings = run_processes(look_at_mappings, 2, plan, free_port())[1]
+    with held_port() as port:
+        mappings = run_processes(look_at_mappings, 2, plan, port)[1]
     assert "/memfd:weights (deleted)" in mappings
     assert "/dev/shm" not in mappings
 
@@ -372,7 +374,8 @@ def die_in_the_middle(rank, world_size, plan, port, kind, victim, meeting):
 @pytest.mark.parametrize(("victim", "name"), [(0, "trainer rank 0"), (3, "engine worker 1")])
 def test_a_member_that_is_killed_ends_the_others_at_once(victim, name, kind, tmp_path):
     plan = plan_of(ParallelLayout(tp=2), 2, 1, torch.float32, bucket_bytes=SEVERAL)
-    results = run_processes(die_in_the_middle, 4, plan, free_port(), kind, victim, tmp_path)
+    with held_port() as port:
+        results = run_processes(die_in_the_middle, 4, plan, port, kind, victim, tmp_path)
     assert results.pop(victim) == "killed"
     errors = [result for result in results if result is not None]
     assert any(name in error for error, _ in errors)

@@ -16,9 +16,10 @@ from megatron_rl.model.hf_tables import EMBEDDING, hf_tensors
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.layout import ParallelLayout
 from megatron_rl.recipe.load import load_recipe
+from megatron_rl.train.launcher import held_port
 from megatron_rl.verify.jobs import LayoutJob
 from megatron_rl.verify.layouts import Measurement
-from tests.helpers.distributed import free_port, run_distributed
+from tests.helpers.distributed import run_distributed
 from tests.helpers.proofs import write_proof
 
 SP, PIPELINE, DATA = ParallelLayout(tp=2, sp=True), ParallelLayout(pp=2), ParallelLayout(dp=2)
@@ -89,8 +90,9 @@ def _halved(wrap: Any) -> Any:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Measurement], dict[str, Any]]:
     place = tmp_path_factory.mktemp("layout")
     recipe = str(write_proof(place))
-    (alone,) = run_distributed(_measure, 1, recipe, str(place), free_port(), timeout_s=400.0)
-    ranks = run_distributed(_measure, 2, recipe, str(place), free_port(), timeout_s=400.0)
+    with held_port() as port:
+        (alone,) = run_distributed(_measure, 1, recipe, str(place), port, timeout_s=400.0)
+        ranks = run_distributed(_measure, 2, recipe, str(place), port, timeout_s=400.0)
     # every rank has the whole verdict
     assert ranks[0] == ranks[1]
     return place, alone["one"], ranks[0]

@@ -251,7 +251,14 @@ def test_every_rank_takes_part_in_a_restart_and_ends_when_none_is_left(here: Pat
 
 
 def kill_engine_after(process: subprocess.Popen[str], run_dir: Path, steps: int) -> int:
-    wait_for(lambda: process.poll() is not None or num_steps(run_dir) >= steps, f"step {steps}")
+    # the restart of one that was killed just before may not have begun
+    wait_for(
+        lambda: (
+            process.poll() is not None
+            or (num_steps(run_dir) >= steps and bool(processes_of(run_dir, ENGINE)))
+        ),
+        f"step {steps}",
+    )
     (engine,) = processes_of(run_dir, ENGINE)
     os.kill(engine, signal.SIGKILL)
     return engine

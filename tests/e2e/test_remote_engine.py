@@ -152,7 +152,7 @@ def test_a_run_trains_with_an_engine_on_another_host(host: Host, remote_run: Pat
     (note,) = (remote_run / "logs" / "engine_0.log").read_text().splitlines()
     assert f"engine replica 0 on {host.at}" in note
     assert host.says(r"engine replica 0 on \S+ \(pid \d+\) ended: the trainer closed it")
-    assert_ended(host, [], timeout_s=5.0)
+    assert_ended(host, [], timeout_s=30.0)
 
 
 @pytest.mark.timeout(900)
@@ -163,7 +163,9 @@ def test_two_machines_of_two_ranks_and_an_engine_on_a_third_train_as_one_process
         run_dir = run_on(hosts, place, *options, "layout.tp=2", logs=tmp_path)
     logs = run_dir / "logs"
     assert all((logs / f"rank_{rank}.log").exists() for rank in range(4))
-    began, *_, closed, run_ended, stopped = (logs / f"engine_host_{hosts[2].address}.log").read_text().splitlines()[1:]
+    began, *_, closed, run_ended, stopped = (
+        (logs / f"engine_host_{hosts[2].address}.log").read_text().splitlines()[1:]
+    )
     assert re.search(r"run .* began", began)
     assert re.search(r"engine replica 0 on \S+ \(pid \d+\) ended: the trainer closed it", closed)
     assert run_ended.endswith("waiting for the next")
@@ -236,7 +238,7 @@ def test_one_replica_that_fails_or_dies_in_an_update_stops_all(
         assert f"engine replica 1 on {host.at} (pid {pids[1]}): died (signal SIGKILL)" in again["error"]
         assert again["seconds"] < 15
         running.process.kill()
-        assert_ended(host, pids, timeout_s=5.0)
+        assert_ended(host, pids, timeout_s=30.0)
 
 
 @pytest.mark.timeout(600)

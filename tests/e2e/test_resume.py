@@ -7,13 +7,14 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron_rl.train.launcher import held_port
 from megatron_rl.train.phases import PHASES, read_phase
 from tests.helpers.checkpoints import load_tool
-from tests.helpers.distributed import free_port
 from tests.helpers.processes import assert_nothing_is_left, ended, processes_of, wait_for
 from tests.helpers.quickstart import ROOT, lines, start, train
 from tests.helpers.same_run import without_clock
@@ -49,13 +50,19 @@ def test_the_run_is_the_golden_trajectory(straight: Path, beginner: Path) -> Non
     assert list(tool.differences(json.loads(tool.TRAJECTORY.read_text()), got)) == []
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    with held_port() as held:
+        yield held
+
+
 @pytest.mark.timeout(900)
 def test_a_run_whose_engine_is_killed_and_then_stopped_is_the_run_that_was_not_disturbed(
-    place: Path, beginner: Path, straight: Path
+    place: Path, beginner: Path, straight: Path, port: int
 ) -> None:
     run_dir = place / "runs" / "disturbed"
     # the second group has to get the port of the first
-    port, alive = f"stages.1.engine.port={free_port()}", "stages.1.engine.heartbeat_timeout_s=10"
+    engine_port, alive = f"stages.1.engine.port={port}", "stages.1.engine.heartbeat_timeout_s=10"
     # what sleeps is lost as what does not, and gives the same bits
     asleep = "stages.1.engine.sleep=true"
     scratch = run_dir.parent / "disturbed_scratch"
@@ -64,7 +71,7 @@ def test_a_run_whose_engine_is_killed_and_then_stopped_is_the_run_that_was_not_d
         place,
         run_dir,
         f"model.hf_path={beginner}",
-        port,
+        engine_port,
         alive,
         asleep,
         recipe=GOLDEN,

@@ -38,7 +38,7 @@ from megatron_rl.rollout.shared_memory import shared_memory_of_group
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
 from megatron_rl.rollout.wire import WireClosed, recv_message, send_message
-from tests.helpers.distributed import free_port
+from megatron_rl.train.launcher import free_port
 from tests.helpers.engine import hf_logprobs, hf_weights, qwen2_spec, rank_params, write_qwen2
 from tests.helpers.tokenizers import CHATML, write_hf_tokenizer
 from tests.helpers.transfer import Tampered, flip_byte, member_of
@@ -151,9 +151,15 @@ def test_completions_are_handed_out_while_others_run_and_come_and_are_cancelled(
     short = [request([5, i, 99], seed=i, max_tokens=4) for i in range(8)]
     long = [request([5, i, 99], seed=i, max_tokens=120) for i in range(24)]
     alone = engine.generate(short), engine.generate(long)
-    running = engine.submit(long)
-    time.sleep(0.1)
-    partial = engine.cancel(running[::2])
+    # where the processor is given to others, all of them may be done before they can be cancelled
+    for _ in range(20):
+        running = engine.submit(long)
+        # it decodes beside them: once it is done some have begun, and have far to go
+        engine.wait(engine.submit([request([5, 4, 99], seed=77, max_tokens=4)]))
+        partial = engine.cancel(running[::2])
+        if any(0 < len(one.token_ids) < 120 for one in partial.values()):
+            break
+        engine.wait(running[1::2])
     later = engine.submit(short)
     early = engine.wait(later, count=1)
     scores = engine.score_all([LONG_PROMPT])
@@ -173,8 +179,11 @@ def test_completions_are_handed_out_while_others_run_and_come_and_are_cancelled(
 
 
 def test_weights_wait_for_requests_that_run(engine, push):
-    running = engine.submit([request([5, 4], seed=i, max_tokens=150) for i in range(4)])
-    with pytest.raises(ReshardError, match=r"weight transfer: \d requests are still running; wait for them, or cancel"):
+    # more than are decoded at once, so that they last until the channel is there
+    running = engine.submit([request([5, 4], seed=i, max_tokens=150) for i in range(300)])
+    with pytest.raises(
+        ReshardError, match=r"weight transfer: \d+ requests are still running; wait for them, or cancel"
+    ):
         push(1, 1)
     engine.cancel(running)
     push.sync.disconnect()
@@ -226,9 +235,7 @@ def test_pushed_weights_answer_at_once_with_tied_head_and_fresh_prefix_cache(eng
 def test_what_goes_on_after_a_transfer_has_the_log_probs_of_each_version(engine, models, push):
     long = request([3, 7, 9], 5, max_tokens=40)
     (whole,) = engine.generate([long])
-    begun = replace(
-        whole, token_ids=whole.token_ids[:15], logprobs=whole.logprobs[:15], finish=Finish.ABORT
-    )
+    begun = replace(whole, token_ids=whole.token_ids[:15], logprobs=whole.logprobs[:15], finish=Finish.ABORT)
     group = OpenGroup(
         prompt=Prompt(id="p", messages=[], answer="1"), prompt_token_ids=[3, 7, 9], parts=(begun, None)
     )
@@ -274,7 +281,9 @@ def test_an_engine_that_slept_gives_its_memory_back_and_draws_what_it_would_have
     engine.sleep()
     # 193 blocks of KV cache are 3 MiB here
     assert all(before - resident(pid) > 1.5 * 2**20 for before, pid in zip(awake, engine.pids, strict=True))
-    with pytest.raises(EngineError, match=r"weights are stale \(the engine sleeps: its memory was given back"):
+    with pytest.raises(
+        EngineError, match=r"weights are stale \(the engine sleeps: its memory was given back"
+    ):
         engine.generate(requests)
     # what fails halfway leaves it neither awake nor asleep; then nothing of it is used either
     push.sync.disconnect()

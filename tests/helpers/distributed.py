@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import time
@@ -14,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.train.launcher import held_port
 from tests.helpers.forked import forkserver, inherit
 
 _GRACE_S = 10.0  # other ranks get this long to fail by themselves once one has
@@ -33,8 +33,7 @@ def run_distributed(
     MASTER_ADDR and MASTER_PORT are set, one thread per process. Ends only the processes that it started.
     """
     context = forkserver()
-    with tempfile.TemporaryDirectory(prefix="ranks_") as scratch:
-        port = free_port()
+    with tempfile.TemporaryDirectory(prefix="ranks_") as scratch, held_port() as port:
         processes = [
             context.Process(
                 target=_entry, args=(dict(os.environ), fn, rank, world_size, port, scratch, args), daemon=True
@@ -51,12 +50,6 @@ def run_distributed(
                     process.kill()
                 process.join()
         return _collect(Path(scratch), processes, f"not finished after {timeout_s:g} s" if is_late else "")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _entry(

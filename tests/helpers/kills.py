@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_rl.model.checkpoint_files import find_latest
 from megatron_rl.train.phases import Phase, read_phase
-from tests.helpers.processes import ended, processes_of, wait_for
+from tests.helpers.processes import ended, processes_of, stop, wait_for
 from tests.helpers.quickstart import RECIPE, ROOT, start
 
 _PAUSES = Path(__file__).parent / "pauses"
@@ -140,8 +140,7 @@ def _stands_still(kill: Kill, run_dir: Path, *, since: float) -> bool:
     if seen is None or not _is_at(kill, seen, since=since):
         return False
     pid = seen.pid
-    os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: _state(pid) in "TZX", f"{kill}: rank 0 standing still", timeout_s=20.0)
+    stop(pid)
     seen = read_phase(run_dir, 0)
     if seen is not None and _is_at(kill, seen, since=since):
         return True
@@ -174,13 +173,6 @@ def _kill_all(process: subprocess.Popen[str], run_dir: Path) -> None:
     for pid in processes_of(run_dir):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "X"
 
 
 def _pause_file(run_dir: Path) -> Path:

@@ -38,7 +38,7 @@ from megatron_rl.rollout.engine import GenerateRequest
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weight_sync import WeightSync
 from megatron_rl.train.batches import local_batches
-from tests.helpers.distributed import free_port
+from megatron_rl.train.launcher import free_port
 from tests.helpers.models import make_tiny_hf
 
 TRAINED_SYNCS = 3  # in a row, with optimizer steps before each

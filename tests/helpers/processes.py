@@ -38,6 +38,20 @@ def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 200
         time.sleep(0.05)
 
 
+def stop(pid: int) -> None:
+    """SIGSTOP; returns once the process stands still, which on a busy machine is not at once."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: state_of(pid) in "TZX", f"process {pid} standing still", timeout_s=60.0)
+
+
+def state_of(pid: int) -> str:
+    """The letter that the kernel has for its state; X for one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
 def ended(process: subprocess.Popen[str], *, timeout_s: float = 120.0) -> tuple[int, str, str]:
     """Exit code and output; a run that does not end by itself is killed, and that is a failure."""
     try:

@@ -9,8 +9,8 @@ import torch
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups
 from megatron_rl.parallel.layout import ParallelLayout
+from megatron_rl.train.launcher import free_port
 from megatron_rl_kernels.swiglu import swiglu
-from tests.helpers.distributed import free_port
 from tests.helpers.models import make_tiny_hf
 
 

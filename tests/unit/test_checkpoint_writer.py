@@ -116,10 +116,12 @@ def test_a_killed_writer_is_started_again_once_and_then_an_error(
     assert writer.result()["b"] == Written(len(CONTENT), DIGEST)
     killed = writer.pid
     os.kill(writer.pid, signal.SIGKILL)
-    submit(writer, staging, tmp_path)
+    # however fast the next one starts, it cannot finish: nobody reads what it would write
+    (tmp_path / "held").mkdir()
+    os.mkfifo(tmp_path / "held" / "a")
+    submit(writer, staging, tmp_path / "held")
     while (second := writer.pid) == killed:
         assert not writer.is_settled()
-    # while Python starts
     os.kill(second, signal.SIGKILL)
     with pytest.raises(
         CheckpointError,

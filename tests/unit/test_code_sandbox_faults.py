@@ -22,7 +22,7 @@ from tests.helpers.readable import make_reachable
 
 FIRST_UID = 62000  # a range of our own
 UIDS = set(range(FIRST_UID, FIRST_UID + 384))
-SLOW = b"import time\ntime.sleep(0.6)\nprint(7)"
+SLOW = b"import time\ntime.sleep(1)\nprint(7)"
 
 
 def settings(**more) -> Settings:
@@ -66,7 +66,8 @@ def nothing_is_left() -> bool:
 @pytest.mark.parametrize(("number", "silence_s"), [(signal.SIGKILL, 30.0), (signal.SIGSTOP, 1.0)])
 def test_a_lost_supervisor_is_replaced_and_its_jobs_are_done_again(number, silence_s):
     sandbox = Sandbox(settings(silence_s=silence_s))
-    limits = Limits(wall_s=2.0)
+    # Python has to start in it too, on a busy machine
+    limits = Limits(wall_s=6.0)
     work = [Job(id=i, kind=JobKind.STDIN, program=SLOW, payload=b"", limits=limits) for i in range(4)]
     sandbox.start()
     outcomes = []

@@ -20,7 +20,7 @@ from megatron_rl.rollout.handshake import SecretRefused, admit, enter, read_secr
 from megatron_rl.rollout.replicas import ReplicaPlaces, check_hosts, meeting_host
 from megatron_rl.rollout.wire import recv_message, send_message
 from tests.helpers import engine_hosts
-from tests.helpers.processes import wait_for
+from tests.helpers.processes import stop, wait_for
 
 # Linux answers there too: a host that is not the loopback address everything defaults to
 ADDRESS = "127.0.0.2"
@@ -38,18 +38,18 @@ def model(tmp_path):
 @pytest.fixture
 def serve(tmp_path):
     """serve(secret=None, gpus=0): an engine host on a thread; returns its address and the lines it says."""
-    stop, started = threading.Event(), []
+    over, started = threading.Event(), []
 
     def one(*, secret=None, gpus=0):
         lines, listener = [], listen(HostPort(ADDRESS, 0), has_secret=secret is not None)
         host = EngineHost(listener, secret=secret, log_dir=tmp_path / "there", gpus=gpus, say=lines.append)
-        thread = threading.Thread(target=host.serve, args=(stop,))
+        thread = threading.Thread(target=host.serve, args=(over,))
         thread.start()
         started.append((thread, listener))
         return f"{ADDRESS}:{listener.getsockname()[1]}", lines
 
     yield one
-    stop.set()
+    over.set()
     for thread, listener in started:
         thread.join(60)
         listener.close()
@@ -158,7 +158,7 @@ def test_a_lost_replica_is_opened_again_on_its_host(serve, model, tmp_path):
 def test_an_engine_that_does_not_answer_there_is_an_error_in_time(serve, opened):
     at, _ = serve()
     (replica,) = opened(at)
-    os.kill(replica.pid, signal.SIGSTOP)
+    stop(replica.pid)
     expected = rf"replica 0 on {at} .*: did not answer within 0\.3 s while generate; its process {replica.pid} is stopp"
     with pytest.raises(LostEngineError, match=expected):
         replica.ask("generate", timeout_s=0.3, requests=[])
@@ -202,8 +202,8 @@ def test_engines_end_with_a_trainer_that_is_killed_and_with_a_host_that_is_stopp
         finally:
             trainer.kill()
             trainer.join()
-        wait_for(lambda: not any(is_running(pid) for pid in pids), "the end of its engines", timeout_s=5.0)
-        wait_for(lambda: host.says("ended; waiting for the next"), "the end of the run", timeout_s=5.0)
+        wait_for(lambda: not any(is_running(pid) for pid in pids), "the end of its engines", timeout_s=30.0)
+        wait_for(lambda: host.says("ended; waiting for the next"), "the end of the run", timeout_s=30.0)
         (replica,) = opened(host.at)
     assert not is_running(replica.pid)
     lost = rf"engine replica 0 on {host.at} .*: lost while status \(.*`megatron-rl engine`"
@@ -213,8 +213,10 @@ def test_engines_end_with_a_trainer_that_is_killed_and_with_a_host_that_is_stopp
 
 def test_hosts_that_cannot_be_used_are_all_named(serve, model, tmp_path, monkeypatch):
     monkeypatch.setattr(remote_engine, "CONNECT_S", 0.1)
-    with socket.create_server((ADDRESS, 0)) as unused:
-        closed = unused.getsockname()[1]
+    # nobody else gets it, and nobody listens there
+    unused = socket.socket()
+    unused.bind((ADDRESS, 0))
+    closed = unused.getsockname()[1]
     (other, _), config = serve(), {"secret_file": str(tmp_path / "secret")}
     (tmp_path / "secret").write_bytes(SECRET)
     hosts = (f"{ADDRESS}:{closed}", "no.such.host.invalid:1", other)
@@ -227,18 +229,22 @@ def test_hosts_that_cannot_be_used_are_all_named(serve, model, tmp_path, monkeyp
     assert third.startswith(
         f"engine.secret_file: engine.hosts.2: {other} does not let us in: it was started without"
     )
+    unused.close()
 
 
 def test_a_host_may_come_up_a_little_later_than_the_trainer(model, tmp_path):
-    with socket.create_server((ADDRESS, 0)) as unused:
-        at = f"{ADDRESS}:{unused.getsockname()[1]}"
-    stop = threading.Event()
+    unused = socket.socket()
+    # so that nobody else gets it meanwhile; the host that listens there sets the same
+    unused.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    unused.bind((ADDRESS, 0))
+    at = f"{ADDRESS}:{unused.getsockname()[1]}"
+    over = threading.Event()
     listeners = []
 
     def late():
         time.sleep(0.7)
         listeners.append(listen(parse_host_port(at), has_secret=False))
-        EngineHost(listeners[0], secret=None, log_dir=tmp_path, say=lambda line: None).serve(stop)
+        EngineHost(listeners[0], secret=None, log_dir=tmp_path, say=lambda line: None).serve(over)
 
     thread = threading.Thread(target=late)
     thread.start()
@@ -246,9 +252,10 @@ def test_a_host_may_come_up_a_little_later_than_the_trainer(model, tmp_path):
         (facts,) = check_hosts(EngineConfig(hosts=(at,)), hf_path=model)
         assert facts.node == node_id()
     finally:
-        stop.set()
+        over.set()
         thread.join(30)
         listeners[0].close()
+        unused.close()
 
 
 def test_something_else_behind_the_port_is_no_engine_host(model):

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_rl.errors import EngineError, LostEngineError
 from megatron_rl.rollout.engine_process import EngineProcess
+from tests.helpers.processes import stop
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +43,7 @@ def wait_for_log(process, text):
 
 def test_a_stopped_engine_that_takes_no_bytes_is_an_error_in_time_and_can_be_closed(start):
     process = start()
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process.pid)
     message = [{"prompt_token_ids": [1234] * 1_000_000}]
     expected = (
         rf"engine replica 3 \(pid {process.pid}\): did not answer within 0\.3 s while generate; "
@@ -63,14 +64,14 @@ def test_a_silent_process_is_killed_and_named_and_one_that_beats_is_not(start):
     watching.start()
     watching.join(4.0)
     assert watching.is_alive() and process.lost is None
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process.pid)
     expected = (
         rf"engine replica 3 \(pid {process.pid}\): process {process.pid} stopped \(state T\) for 3 s "
         r"\(engine\.heartbeat_timeout_s\) while generate, so it was killed; log"
     )
     with pytest.raises(LostEngineError, match=expected) as error:
         process.ask("generate", timeout_s=60)
-    watching.join(5.0)
+    watching.join(60.0)
     assert not watching.is_alive() and process.lost == str(error.value)
 
 
@@ -127,7 +128,7 @@ def test_a_stopped_engine_ends_with_an_owner_that_was_killed_and_leaves_no_file(
     while f"--- engine process {engine} started" not in log.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.kill(engine, signal.SIGSTOP)
+    stop(engine)
     owner.kill()
     owner.wait()
     owner.stdout.close()

@@ -16,7 +16,7 @@ from megatron_rl.model.hf_io import load_hf, save_hf
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from tests.helpers.distributed import free_port
+from megatron_rl.train.launcher import free_port
 from tests.helpers.models import make_tiny_hf
 
 LAYOUT = ParallelLayout()

@@ -34,19 +34,21 @@ PARENT = """
 import sys
 from pathlib import Path
 from megatron_rl.train.launcher import launch_local
-grace_s = 4.0 if sys.argv[2] == "True" else None
+grace_s = float(sys.argv[2]) if len(sys.argv) > 2 else None
 command = [sys.executable, "rank.py"]
 sys.exit(launch_local(command, nproc=int(sys.argv[1]), log_dir=Path("logs"), stop_grace_s=grace_s))
 """
 
 
-def start(directory: Path, body: str, *, nproc: int = 2, saves: bool = False) -> subprocess.Popen[str]:
+def start(
+    directory: Path, body: str, *, nproc: int = 2, grace_s: float | None = None
+) -> subprocess.Popen[str]:
     """A launcher process of its own, so that it can be signalled like a user's."""
     (directory / "rank.py").write_text(PRELUDE + textwrap.dedent(body))
     (directory / "parent.py").write_text(PARENT)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "parent.py", str(nproc), str(saves)],
+        [sys.executable, "parent.py", str(nproc), *([] if grace_s is None else [str(grace_s)])],
         cwd=directory, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -93,6 +95,23 @@ def test_ranks_get_their_variables_and_rank_0_has_the_terminal(tmp_path):
     assert not (tmp_path / "logs/rank_0.log").exists()
 
 
+def test_the_port_where_ranks_meet_is_kept_for_them_while_they_start(tmp_path):
+    body = """
+    import socket
+    port = int(os.environ["MASTER_PORT"])
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", port))
+            print("anybody gets it")
+        except OSError as error:
+            print(error.strerror)
+    with socket.create_server(("127.0.0.1", port)):
+        socket.create_connection(("127.0.0.1", port)).close()
+        print("listens")
+    """
+    assert finish(start(tmp_path, body, nproc=1)) == (0, "Address already in use\nlistens\n", "")
+
+
 def test_a_user_error_of_every_rank_is_printed_once(tmp_path):
     body = """
     report_failure("recipe.yaml: 1 problem\\n  layout.tp: got 3", exit_code=2)
@@ -125,8 +144,11 @@ def test_a_rank_that_lost_its_peer_is_not_blamed(tmp_path):
     others_started()
     if me.rank == 1:
         report_failure("the cause", exit_code=2)
+        Path("reported").touch()
         time.sleep(0.5)   # slow to end
         sys.exit(2)
+    while not Path("reported").exists():
+        time.sleep(0.02)
     sys.exit("connection closed by peer")
     """
     code, _, err = finish(start(tmp_path, body))
@@ -139,8 +161,11 @@ def test_a_rank_that_crashed_is_blamed_before_one_that_lost_it(tmp_path):
     others_started()
     if me.rank == 1:
         report_failure("out of memory", exit_code=1)
+        Path("reported").touch()
         sys.exit(1)
-    time.sleep(0.3)       # the connection closes when the other has ended
+    # the connection closes when the other has ended
+    while not Path("reported").exists():
+        time.sleep(0.02)
     report_failure("all_gather failed: another rank stopped", exit_code=1)
     sys.exit(1)
     """
@@ -206,17 +231,21 @@ def test_ctrl_c_reaches_every_rank_once_and_they_may_clean_up(tmp_path):
 
 def test_a_second_ctrl_c_kills(tmp_path):
     body = """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda *_: Path(f"heard_{me.rank}").touch())
     Path(f"ready_{me.rank}").touch()
-    time.sleep(600)
+    while True:
+        time.sleep(600)
     """
     process = start(tmp_path, body)
     wait_for(lambda: len(list(tmp_path.glob("ready_*"))) == 2)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    # one signal that comes before the first was looked at would be one with it
+    wait_for(lambda: len(list(tmp_path.glob("heard_*"))) == 2)
     process.send_signal(signal.SIGINT)
-    code, _, _ = finish(process, timeout_s=10.0)
+    # less than a single Ctrl-C gives them
+    code, _, _ = finish(process, timeout_s=12.0)
     assert code == 130
     assert not any(map(is_running, pids(tmp_path)))
 
@@ -234,8 +263,8 @@ sys.exit(STOPPED)
 """
 
 
-def started(directory: Path, body: str, *, saves: bool = True) -> subprocess.Popen[str]:
-    process = start(directory, body, saves=saves)
+def started(directory: Path, body: str, *, grace_s: float | None = 60.0) -> subprocess.Popen[str]:
+    process = start(directory, body, grace_s=grace_s)
     wait_for(lambda: len(list(directory.glob("ready_*"))) == 2)
     return process
 
@@ -304,7 +333,7 @@ finally:
 
 
 def test_a_step_that_does_not_end_within_the_grace_is_ended(tmp_path):
-    process = started(tmp_path, BUSY)
+    process = started(tmp_path, BUSY, grace_s=2.0)
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
     assert code == 143
@@ -321,15 +350,15 @@ def test_a_second_request_ends_at_once(tmp_path):
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    code, _, err = finish(process)
-    assert (code, time.monotonic() - began < 3.5) == (143, True)
+    # less than the first one gives them
+    code, _, err = finish(process, timeout_s=15.0)
+    assert code == 143
     assert "a second signal came before the next step border" in err
     assert len(list(tmp_path.glob("cleaned_*"))) == 2
 
 
 def test_without_checkpoints_a_request_ends_at_once_and_says_so(tmp_path):
-    process = started(tmp_path, BUSY.replace("enter_rank()", "enter_rank(None)"), saves=False)
+    process = started(tmp_path, BUSY.replace("enter_rank()", "enter_rank(None)"), grace_s=None)
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
     assert code == 143

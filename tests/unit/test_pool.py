@@ -1,5 +1,6 @@
 """The pool of checking processes: deadlines, deaths, threads, and nothing left behind."""
 
+import gc
 import os
 import select
 import signal
@@ -30,6 +31,8 @@ def is_alive(pid):
 
 
 def open_descriptors():
+    # what other tests left to the garbage collector must not end in the middle of a count
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -109,8 +112,8 @@ def test_a_bounded_batch_judges_what_can_be_judged_and_ends_in_time():
         pool.check("x+1", "1+x")
         began = time.monotonic()
         late = pool.check_many([HANG] * 20, within_s=1.5)
-        # however many there are, only the kill of the last one comes on top
-        assert time.monotonic() - began < 2 * 1.5
+        # however many there are, only the kill of the last one comes on top: short looks at all would take 10 s
+        assert time.monotonic() - began < 5 * 1.5
         assert {one.verdict for one in late} <= {Verdict.TIMEOUT, Verdict.ERROR}
         assert late[-1].verdict is Verdict.ERROR
         assert "before it was judged" in late[-1].reason

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# a thread comes back from torch while the interpreter is taken apart
+# a thread comes back from torch while the interpreter is taken apart, and not before
 LINGERING = """
 import sys, threading, time
 from datetime import timedelta
@@ -20,13 +20,16 @@ from megatron_rl.platform.process import run_process
 class Slow:
     # kept: the module's own name may be gone by then
     def __del__(self, sleep=time.sleep):
-        sleep(1.5)
+        self.store.set("late", "")
+        sleep(2.0)
 
 def main():
     from torch.distributed import TCPStore
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    threading.Thread(target=store.wait, args=(["never"], timedelta(seconds=1)), daemon=True).start()
-    time.sleep(0.3)
+    # one connection may not be used while another thread waits on it
+    slow.store = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    threading.Thread(target=store.wait, args=(["late"], timedelta(seconds=60)), daemon=True).start()
+    time.sleep(0.5)
     return 75
 
 slow = Slow()

@@ -14,7 +14,7 @@ from megatron_rl.errors import ModelError
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.parallel.groups import destroy_process_groups, init_process_groups
 from megatron_rl.parallel.layout import ParallelLayout
-from tests.helpers.distributed import free_port
+from megatron_rl.train.launcher import free_port
 
 FAMILIES = {
     "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe",
