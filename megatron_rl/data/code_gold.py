@@ -18,12 +18,17 @@ from megatron_rl.errors import DataError
 
 _MAX_BYTES = 1 << 28  # of the decompressed tests of one problem
 _TEST_KEYS = ("inputs", "outputs", "functional", "pytest", "inputs_file", "outputs_file")
+_ONE_TEST = {"input", "output"}  # of an object in a list of tests
 
 
 def is_code_gold(gold: Any) -> bool:
     """Whether a gold, raw as the row holds it, lists tests of programs."""
     if isinstance(gold, str):
+        if gold.lstrip()[:1] == "[":
+            return all(f'"{key}"' in gold for key in _ONE_TEST)
         return gold.lstrip()[:1] == "{" and any(f'"{key}"' in gold for key in _TEST_KEYS)
+    if _is_list(gold):
+        return bool(gold) and all(isinstance(test, Mapping) and test.keys() >= _ONE_TEST for test in gold)
     return isinstance(gold, Mapping) and any(key in gold for key in _TEST_KEYS)
 
 

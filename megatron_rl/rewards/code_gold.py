@@ -1,7 +1,8 @@
 """The tests of a programming problem, read from what data sets hold, each ready to run.
 
 Forms: `inputs` + `outputs` (standard input and output, or with `fn_name` argument lists and results), the same in
-files (`inputs_file`, `outputs_file`), and assertions (`functional`, `pytest` or `asserts`: a text or a list of texts).
+files (`inputs_file`, `outputs_file`), a list of objects with `input` and `output`, and assertions (`functional`,
+`pytest` or `asserts`: a text or a list of texts).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron_rl.data.seeds import derive_seed
 from megatron_rl.rewards.sandbox.jobs import JobKind, Limits
 
 _MIB_OF = {"memory_mib": "mem_mb"}
+_STDIN_KINDS, _CALL_KINDS = ("stdin", "stdin_stdout"), ("functional",)  # of the tests in a list
 
 
 class BadGold(Exception):
@@ -59,12 +61,17 @@ class CodeGold:
 
 
 def read_gold(answer: Any) -> CodeGold:
-    """A mapping, or one as JSON text. Raises BadGold; an empty list of tests is one too, since it proves nothing."""
+    """A mapping or a list of tests, or one as JSON text.
+
+    Raises BadGold, also for no tests at all, which prove nothing.
+    """
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
         except (ValueError, RecursionError) as error:
             raise BadGold(f"tests are not JSON: {str(error)[:100]}") from None
+    if isinstance(answer, list | tuple) and answer:
+        answer = _from_list(answer)
     if not isinstance(answer, Mapping):
         raise BadGold(f"tests are {type(answer).__name__}, need an object with `inputs` and `outputs`")
     tests = _read_tests(answer)
@@ -105,6 +112,29 @@ def _read_tests(gold: Mapping[str, Any]) -> list[CodeTest]:
         f"no tests among the keys {', '.join(sorted(map(str, gold)))[:200] or '(none)'}; known are inputs and "
         f"outputs, inputs_file and outputs_file, functional, pytest, asserts"
     )
+
+
+def _from_list(tests: Sequence[Any]) -> dict[str, Any]:
+    """`inputs` and `outputs` out of objects that each hold one of both."""
+    for number, test in enumerate(tests):
+        if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
+            raise BadGold(f"test {number} of a list is no object with `input` and `output`")
+    kinds = {test.get("testtype", test.get("type", "stdin")) for test in tests}
+    names = {_name_of(test) for test in tests}
+    is_call = kinds <= {*_CALL_KINDS}
+    if not (is_call or kinds <= {*_STDIN_KINDS}) or len(names) > 1 or is_call is (names == {None}):
+        raise BadGold(
+            f"a list of tests of kinds {sorted(map(str, kinds))} for the functions {sorted(map(str, names))}; need "
+            f"{' or '.join(_STDIN_KINDS)} and no function, or {' or '.join(_CALL_KINDS)} and the name of one"
+        )
+    gold = {key + "s": [test[key] for test in tests] for key in ("input", "output")}
+    return {**gold, "fn_name": names.pop() if is_call else None}
+
+
+def _name_of(test: Mapping[str, Any]) -> str | None:
+    metadata = test.get("metadata")
+    name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    return str(name or test.get("fn_name") or "") or None
 
 
 def _read_list(path: Any) -> Any:

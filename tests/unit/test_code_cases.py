@@ -31,8 +31,8 @@ for line in (Path(__file__).parents[1] / "data" / "code_cases.jsonl").read_text(
 def grader():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MRL_SECRET_TOKEN", "token")
-        # cases that have no limits of their own are not about time
-        reward = CodeTests(SandboxConfig(slots=2, first_uid=FIRST_UID, wall_s=15))
+        # cases without limits of their own are not about time; more slots than cores: many wait for their end
+        reward = CodeTests(SandboxConfig(slots=4, first_uid=FIRST_UID, wall_s=15))
     yield reward
     reward.close()
 

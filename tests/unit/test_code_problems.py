@@ -46,8 +46,10 @@ def stdin(*pairs):
         {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add", "max_test_cases": 9},
         json.dumps({"functional": "assert add(1, 2) == 3"}),
         {"pytest": "def test_a(): assert True"},
+        [{"input": "1", "output": "2", "testtype": "stdin"}],
+        json.dumps([{"input": "1", "output": "2"}]),
     ],
-    ids=["stdin", "calls", "assertions", "test_functions"],
+    ids=["stdin", "calls", "assertions", "test_functions", "list", "list_as_text"],
 )
 def test_tests_stay_as_the_row_holds_them_and_can_be_read_by_the_reward(gold):
     row = {"prompt": [{"role": "user", "content": "Add."}], "reward_model": {"ground_truth": gold}}

@@ -28,6 +28,16 @@ def test_pairs_with_a_function_name_are_calls_in_either_form():
     assert b"null" not in listed.payload and listed.expected is None
 
 
+def test_a_list_of_tests_is_their_inputs_and_outputs():
+    pairs = [("1", "2"), ("3\n", "4\n")]
+    stdin = [{"input": i, "output": o, "testtype": "stdin"} for i, o in pairs]
+    other = [{"input": i, "output": o, "type": "stdin_stdout", "fn_name": None} for i, o in pairs]
+    columns = {"inputs": ["1", "3\n"], "outputs": ["2", "4\n"]}
+    assert read_gold(stdin) == read_gold(json.dumps(other)) == read_gold(columns)
+    call = {"input": '[1]\n"x"', "output": "null", "testtype": "functional", "metadata": {"func_name": "f"}}
+    assert read_gold([call]) == read_gold({"inputs": [[[1], "x"]], "outputs": [None], "fn_name": "f"})
+
+
 def test_files_stand_for_lists(tmp_path):
     (tmp_path / "in.json").write_text('["1\\n"]')
     (tmp_path / "out.json").write_text('["2\\n"]')
@@ -54,6 +64,10 @@ def test_each_test_function_and_method_is_a_test():
         ("{", "not JSON"),
         (None, "NoneType"),
         ([], "list"),
+        ([{"input": "1"}], "test 0 of a list is no object with `input` and `output`"),
+        ([{"input": "1", "output": "1", "type": "function_call"}], "kinds \\['function_call'\\]"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "need .* the name of one"),
+        ([{"input": "1", "output": "1", "fn_name": "f"}], "for the functions \\['f'\\]"),
         ({}, "no tests among the keys"),
         ({"inputs": [], "outputs": []}, "no tests"),
         ({"functional": [" "]}, "no tests"),

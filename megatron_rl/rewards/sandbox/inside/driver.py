@@ -82,6 +82,7 @@ class Called:
 def find(module: types.ModuleType, name: str) -> Any:
     """A function by name: a method of `Solution` first, as contest sites have it, else of the module."""
     solution = module.__dict__.get("Solution")
+    name = name.removeprefix("Solution.")
     if isinstance(solution, type) and hasattr(solution, name):
         return getattr(solution(), name)
     target: Any = module
