@@ -55,10 +55,14 @@ def compare(gold: str, answer: str) -> tuple[str, str]:
 def _same(gold: Shape, answer: Shape) -> bool:
     if isinstance(gold, Approximate) or isinstance(answer, Approximate):
         return _same_approximate(gold, answer)
-    if (of_gold := _assignment(gold)) and (of_answer := _assignment(answer)):
+    of_gold = _assignment(gold)
+    if of_gold and (of_answer := _assignment(answer)):
         return of_gold.keys() == of_answer.keys() and all(
             _same(of_gold[name], of_answer[name]) for name in of_gold
         )
+    if of_gold and isinstance(gold, Unordered) and isinstance(answer, Unordered) and not _are_roots(of_gold):
+        # values without names of x = 1, y = 2: in the order of the names
+        return len(of_gold) == len(answer.items) and all(map(_same, gold.items, answer.items))
     if isinstance(gold, Named) or isinstance(answer, Named):
         return _same_named(gold, answer)
     if isinstance(gold, Unordered) != isinstance(answer, Unordered) and _same_joined(gold, answer):
@@ -89,6 +93,11 @@ def _assignment(shape: Shape) -> dict[str, Shape]:
         "," in name for name in names
     )
     return dict(zip(names, [item.value for item in items], strict=True)) if is_plain else {}
+
+
+def _are_roots(values: dict[str, Shape]) -> bool:
+    """Whether the names are `x_{1}`, `x_{2}`, ...: which is which says nothing."""
+    return all("_" in name for name in values) and len({name.partition("_")[0] for name in values}) == 1
 
 
 def _same_approximate(gold: Shape, answer: Shape) -> bool:
@@ -220,6 +229,9 @@ def _same_leaf(gold: Leaf, answer: Leaf) -> bool:
         gold = Leaf(gold.tokens[:-4])
         if not _has_base(answer.tokens):
             return _same_leaf(gold, answer)
+    if "\\mathbb" in gold.tokens:
+        # a set that is named, not an expression
+        return False
     if any(_has_base(leaf.tokens) for leaf in (gold, answer)) or "\\overline" in gold.tokens + answer.tokens:
         return False
     return same_expression(gold_expression(gold.tokens), expression(answer.tokens))

@@ -122,6 +122,10 @@ def test_equal_by_structure_or_algebra_is_correct(grader, gold, answer):
         ("2x", "2y"),
         ("3+4i", "3-4i"),
         ("3", "(" * 200 + "3" + ")" * 199),
+        # a good gold stays one, whatever is compared with it
+        (r"\mathbb{R}", "0"),
+        (r"\mathbb{R}\setminus\{2\}", "x+1"),
+        (r"x=\pm 2", "x^2=4"),
     ],
 )
 def test_anything_not_equal_is_wrong(grader, gold, answer):
@@ -204,6 +208,12 @@ def test_any_form_of_gold_accepts_its_answer(grader, gold):
 def test_an_empty_or_broken_gold_never_pays(grader, gold):
     assert verdict(grader, gold, "") is Verdict.BAD_GOLD
     assert verdict(grader, gold, "5") is Verdict.BAD_GOLD
+
+
+def test_a_gold_that_says_two_things_pays_only_its_copy(grader):
+    assert verdict(grader, "1/2x", "1/2x") is Verdict.CORRECT
+    assert verdict(grader, "1/2x", r"\frac{x}{2}") is Verdict.BAD_GOLD
+    assert verdict(grader, r"\frac{x}{2}", "1/2x") is Verdict.WRONG
 
 
 def test_one_grade_per_response_in_order_with_repeats(grader):
