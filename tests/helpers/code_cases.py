@@ -199,7 +199,7 @@ ACCESS = [
     blocked("a local socket", "import socket\ngot = socket.socket(socket.AF_UNIX)"),
     blocked("a netlink socket", libc("socket(16, 3, 0)")),
     blocked("a name on the network", "import socket\ngot = socket.getaddrinfo('example.com', 80)"),
-    blocked("the environment of the grader", "import os\ngot = [k for k in os.environ if k not in 'PATH HOME LANG PWD PYTHONUTF8 PYTHONHASHSEED PYTHONINTMAXSTRDIGITS LC_CTYPE'.split()]"),
+    blocked("the environment of the grader", "import os\ngot = [k for k in os.environ if k not in 'PATH HOME LANG PWD PYTHONUTF8 PYTHONHASHSEED PYTHONINTMAXSTRDIGITS MALLOC_ARENA_MAX LC_CTYPE'.split()]"),
     blocked("root", "import os\ngot = os.getuid() == 0 or os.setuid(0) or True"),
     blocked("another group", "import os\ngot = os.getgid() == 0 or os.setgroups([0]) or True"),
     blocked("namespaces of its own", libc("unshare(0x10000000)")),

@@ -26,6 +26,8 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     # as before 3.11: programs may print numbers of any length
     "PYTHONINTMAXSTRDIGITS": "0",
+    # each thread would reserve 64 MiB of the address space for itself, and few would fit in the limit
+    "MALLOC_ARENA_MAX": "1",
 }
 # no user site, no script folder in front of the library, no byte code; -I would ignore the hash seed
 PYTHON_FLAGS = ("-s", "-P", "-B")

@@ -95,6 +95,7 @@ def _probe(sandbox: Sandbox) -> dict[str, bool]:
             "PYTHONUTF8",
             "PYTHONHASHSEED",
             "PYTHONINTMAXSTRDIGITS",
+            "MALLOC_ARENA_MAX",
             "PWD",
             "LC_CTYPE",
         ]
