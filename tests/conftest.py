@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"
 import triton
@@ -16,8 +16,9 @@ triton.knobs.propagate_env = False
 triton.knobs.runtime.interpret = True
 
 # the same examples in every run, however slow the machine; --hypothesis-profile random looks for others
-settings.register_profile("same", derandomize=True, deadline=None)
-settings.register_profile("random", derandomize=False, deadline=None)
+_ANY_SPEED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("same", derandomize=True, **_ANY_SPEED)
+settings.register_profile("random", derandomize=False, **_ANY_SPEED)
 settings.load_profile("same")
 
 
