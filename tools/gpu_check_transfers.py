@@ -179,9 +179,14 @@ def _differences(plan: ReshardPlan, rank: int, stream: WeightStream, version: in
 
 def run_case(case: Case, plan: ReshardPlan) -> tuple[str, float]:
     """What went wrong (nothing: empty) and the seconds of the slowest sender."""
-    from megatron_rl.train.launcher import free_port
+    from megatron_rl.train.launcher import held_port
 
-    context, port = multiprocessing.get_context("spawn"), free_port()
+    with held_port() as port:
+        return _run_members(case, plan, port)
+
+
+def _run_members(case: Case, plan: ReshardPlan, port: int) -> tuple[str, float]:
+    context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes: list[Any] = []
     for rank in range(plan.num_trainers + plan.num_workers):
