@@ -41,10 +41,10 @@ def eval_window(config: EvalConfig, name: str) -> Window:
     return Window(since=since, until=until)
 
 
-def longest_response(stage: RlStage) -> int:
-    """Tokens that the stage's engine may be asked for, by rollouts or by evaluations."""
+def longest_sequence(stage: RlStage) -> int:
+    """Tokens, prompt and response, that the stage's engine has room for: by rollouts or by evaluations."""
     of_eval = stage.eval.max_response_tokens if stage.eval is not None else None
-    return max(stage.sampling.max_response_tokens, of_eval or 0)
+    return stage.sampling.max_prompt_tokens + max(stage.sampling.max_response_tokens, of_eval or 0)
 
 
 def evaluate_sets(

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_rl.data.chat import stop_token_ids
 from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.types import Prompt
-from megatron_rl.evaluation.in_training import eval_plan, evaluate_sets, longest_response
+from megatron_rl.evaluation.in_training import eval_plan, evaluate_sets, longest_sequence
 from megatron_rl.evaluation.result import EvalResult
 from megatron_rl.model.checkpoint_files import CHECKPOINTS_DIR, read_extra
 from megatron_rl.recipe.amounts import prompts_drawn
@@ -116,7 +116,7 @@ class RlSession:
                 hf_path=run.recipe.model.hf_path,
                 dtype=run.recipe.model.dtype,
                 spec=run.spec,
-                max_model_len=stage.sampling.max_prompt_tokens + longest_response(stage),
+                max_model_len=longest_sequence(stage),
                 seed=run.recipe.run.seed,
                 log_dir=run.run_dir / "logs",
             )

@@ -12,7 +12,7 @@ from megatron_rl.data.seeds import derive_seed
 from megatron_rl.data.sft_data import SftData, load_sft_data
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import EngineError
-from megatron_rl.evaluation.in_training import longest_response
+from megatron_rl.evaluation.in_training import longest_sequence
 from megatron_rl.model.checkpoint import CheckpointStore, SavedState
 from megatron_rl.model.checkpoint_files import find_checkpoint
 from megatron_rl.model.spec import ModelSpec
@@ -173,7 +173,7 @@ def _try_options(index: int, stage: RlStage, run: RunContext) -> None:
         hf_path=run.recipe.model.hf_path,
         dtype=run.recipe.model.dtype,
         spec=run.spec,
-        max_model_len=stage.sampling.max_prompt_tokens + longest_response(stage),
+        max_model_len=longest_sequence(stage),
         seed=run.recipe.run.seed,
     )
     start["devices"] = list(range(stage.engine.tp)) if device.has_accelerator() else None

@@ -7,7 +7,7 @@ import datetime
 import pytest
 
 from megatron_rl.errors import RecipeError
-from megatron_rl.evaluation.in_training import eval_plan, eval_window, longest_response
+from megatron_rl.evaluation.in_training import eval_plan, eval_window, longest_sequence
 from megatron_rl.evaluation.problems import Window
 from megatron_rl.recipe.load import load_recipe
 from megatron_rl.recipe.resolve import check_recipe
@@ -66,13 +66,14 @@ def test_values_of_the_recipe_are_those_of_the_plan(load):
     assert (draw.temperature, draw.top_p, draw.top_k, draw.max_tokens) == (0.6, 0.95, 20, 96)
     assert draw.every_test
     # the engine has to have room for it
-    assert longest_response(stage) == 96
+    assert longest_sequence(stage) == stage.sampling.max_prompt_tokens + 96
 
 
 def test_responses_are_as_long_as_rollouts_unless_the_recipe_says_otherwise(load):
     stage = load().stages[1]
     assert isinstance(stage, RlStage) and stage.eval is not None
-    assert eval_plan(stage, stage.eval, run_seed=1).max_tokens == longest_response(stage) == 64
+    assert eval_plan(stage, stage.eval, run_seed=1).max_tokens == 64
+    assert longest_sequence(stage) == stage.sampling.max_prompt_tokens + 64
 
 
 def test_a_window_belongs_to_its_set_alone(load):
